@@ -144,6 +144,13 @@ class ModelConfig:
     # "full" saves only the results of attention and the input of each layer, and adds
     # about one third to the computation of a step.
     remat: str = one_of("dots", "none", "full")
+    # Which code computes attention.
+    # "kernel" is a fused kernel for TPUs, which needs less time and memory. On a CPU or
+    # GPU, the kernel only runs in a slow interpreter, which is meant for tests.
+    # "xla" leaves the compilation to XLA, on any platform.
+    # "auto" means the kernel on a TPU, except for shapes that the kernel does not
+    # support, and otherwise "xla".
+    attention: str = one_of("auto", "xla", "kernel")
 
 
 @dataclass(frozen=True)
@@ -817,7 +824,7 @@ CHANGEABLE = set(
     "mesh distributed decode data.keep_tokens train.steps train.log_every "
     "train.eval_every train.infer_every train.eval_batches train.save_every "
     "train.async_save train.keep train.keep_best train.microbatches "
-    "train.profile train.cooldown_steps".split()
+    "train.profile train.cooldown_steps model.attention".split()
 )
 # DATA_FORMAT is the version of the training batches. A new version of plain T5 increases
 # this number if it makes different batches from the same text. A run that began
@@ -828,7 +835,7 @@ DATA_FORMAT = 3
 # other settings must be equal in both runs. A run with LoRA may start from a run
 # without LoRA, so model.lora is in the list too.
 FREE_FOR_WEIGHTS = set(
-    "data train decode mesh distributed "
+    "data train decode mesh distributed model.attention "
     "model.lora model.dropout model.dtype model.remat".split()
 )
 

@@ -55,7 +55,6 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import PartitionSpec as P
 
 import partition
@@ -520,20 +519,23 @@ def keys_values(w, x, cfg, positions=None):
     return rotate(k, positions, cfg), v
 
 
-def attend(q, k, v, bias, mask):
+def attend(q, k, v, bias, mask, form="auto"):
     """Compute attention for all heads, softmax(q k^T + bias) v. Returns [B, H, Q, C].
 
     The softmax is computed in float32. T5 does not divide the scores by sqrt(C), because
     the initial query weights contain the factor 1 / sqrt(C).
 
     q [B, H, Q, C], k and v [B, H, K, C]. bias [1, H, Q, K] or None.
-    mask [B, 1, Q, K]: True where a query attends to a key.
+    mask [B, 1, Q, K]: True where a query attends to a key. A query that attends to no key
+    gets zeros.
+    form: the value of --model.attention, which only the faster `attend` below uses.
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
         scores = scores + bias
     scores = jnp.where(mask, scores, -1e10)
-    probabilities = jax.nn.softmax(scores).astype(v.dtype)
+    # Without this line, a query that attends to no key would attend equally to all keys.
+    probabilities = jnp.where(mask, jax.nn.softmax(scores), 0).astype(v.dtype)
     return jnp.einsum("bhqk,bhkc->bhqc", probabilities, v)
 
 
@@ -561,7 +563,8 @@ def attention(w, x, kv, bias, mask, cfg, key=None, core=None, positions=None):
         v = v * dropout_mask(
             key_probabilities, cfg.dropout, mask_shape, sharding_of(v), v.dtype
         )
-    heads = (core or attend)(q, k, v, bias, mask)
+    core = core or functools.partial(attend, form=cfg.attention)
+    heads = core(q, k, v, bias, mask)
     out = dense(join_heads(heads), w["out"])
     return dropout(out, cfg.dropout, key_out)
 
@@ -613,7 +616,7 @@ def add_loss(name, value):
 
     If a loss counts padding, note that padding has segment 0, and attends only to
     padding. If a row has padding in its targets but not in its inputs, the padding
-    queries of cross-attention have no key at all, and get the mean of all values.
+    queries of cross-attention have no key at all. Their result is then 0.
     """
     if name not in LOSS_WEIGHTS:
         raise configs.UserError(
@@ -1031,7 +1034,7 @@ def loss_fn(params, batch, cfg, key=None):
 #
 # Unless a comment says otherwise, the gains are for one training step of T5 1.1 small.
 # The TPU compiler estimated the number of cycles on v5e:2x4 with batch 256. All
-# replacements together reduce this step from 170.9 to 78.4 million cycles, and from 9.1
+# replacements together reduce this step from 170.9 to 61.4 million cycles, and from 9.1
 # to 2.8 GB. On a CPU they save a quarter of the time.
 
 # The environment variable PLAIN_T5_TUNED=0 turns off the compiler optimizations below.
@@ -1158,29 +1161,43 @@ def position_bias(w, Q, K, bidirectional, cfg, shared=None):
     return copy_for_each_part(bias[0])
 
 
-# The function fused_attention computes attention with a hand-written gradient. It uses
-# two ideas of FlashAttention (Rabe and Staats 2021, Dao et al. 2022). First, the division
-# by the softmax denominator comes last, after the matmul with the values. Second, the
+# Both faster forms of attention have a hand-written gradient, and use two ideas of
+# FlashAttention (Rabe and Staats 2021, Dao et al. 2022). First, the division by the
+# softmax denominator comes last, after the matmul with the values. Second, the
 # probabilities are not stored. The backward pass recomputes them from the scores and the
 # logarithm of the denominator.
 @tuned(attend)
-def attend(q, k, v, bias, mask):
-    """Compute attention, softmax(q k^T + bias) v, with the function fused_attention."""
+def attend(q, k, v, bias, mask, form="auto"):
+    """Compute attention, softmax(q k^T + bias) v, in the form that `form` selects.
+
+    form: the value of --model.attention. "xla" selects fused_attention, and "kernel"
+    selects kernel_attention. "auto" selects kernel_attention on a TPU if the shapes fit.
+    """
+
+    def attend_locally(q, k, v, bias, mask):
+        blocks = kernel_blocks(q.shape, k.shape[2]) if form != "xla" else None
+        if form == "kernel" and not blocks:
+            raise configs.UserError(
+                f"The attention kernel does not support {q.shape[2]} queries and "
+                f"{k.shape[2]} keys with {q.shape[1]} heads: use --model.attention auto."
+            )
+        if blocks and (form == "kernel" or partition.platform() == "tpu"):
+            return kernel_attention(q, k, v, bias, mask)
+        return fused_attention(q, k, v, bias, mask)
+
     # With shard_map, each device computes attention for its own rows and heads. XLA then
     # adds no communication between the devices.
-    return jax.shard_map(fused_attention, out_specs=sharding_of(v))(q, k, v, bias, mask)
+    local = jax.shard_map(attend_locally, out_specs=sharding_of(v), check_vma=False)
+    return local(q, k, v, bias, mask)
 
 
 @jax.custom_vjp
 def fused_attention(q, k, v, bias, mask):
-    """Compute attention, softmax(q k^T + bias) v, with a hand-written gradient.
-
-    As in FlashAttention, the backward pass recomputes the probabilities.
+    """Compute attention, softmax(q k^T + bias) v, by operations that XLA compiles.
 
     q [B, H, Q, C], k and v [B, H, K, C]. Returns [B, H, Q, C].
     """
-    sums, _ = weighted_sums(masked_scores(q, k, bias, mask), v)
-    return normalize(sums, v.dtype)
+    return fused_attention_forward(q, k, v, bias, mask)[0]
 
 
 def masked_scores(q, k, bias, mask):
@@ -1197,33 +1214,22 @@ def masked_scores(q, k, bias, mask):
     return jnp.where(mask, scores, -1e10).astype(q.dtype)
 
 
-def weighted_sums(scores, v):
-    """Compute attention up to the division by the softmax denominator.
+def matmul(form, a, b):
+    """Multiply arrays as jnp.einsum does, and add up the products in float32."""
+    return jnp.einsum(form, a, b, preferred_element_type=jnp.float32)
 
-    The weight of a key is exp(score - maximum). The function adds up the values with
-    these weights. The softmax denominator is the sum of the weights.
 
-    Returns the sums, float32 [B, H, Q, C + 1], with the denominator in the last channel.
-    Also returns the maximum score of each query, [B, H, Q, 1].
+def normalize(sums, maximum, z):
+    """Divide the weighted sums of the values by z, the softmax denominator.
+
+    The weight of a key is exp(score - maximum). Also returns log_z, the logarithm of the
+    denominator of exp(score).
     """
-    maximum = scores.max(-1, keepdims=True).astype(jnp.float32)
-    weights = jnp.exp(scores - maximum).astype(v.dtype)
-    # A column of ones beside the values yields the denominator in the same matmul. On a
-    # TPU, this reduced a training step from 139 to 125 million cycles.
-    ones = jnp.ones((*v.shape[:-1], 1), v.dtype)
-    values_and_ones = jnp.concatenate([v, ones], -1)
-    sums = jnp.einsum(
-        "bhqk,bhkc->bhqc", weights, values_and_ones, preferred_element_type=jnp.float32
-    )
-    return sums, maximum
-
-
-def normalize(sums, dtype):
-    """Divide the weighted sums of the values by the softmax denominator.
-
-    The denominator is the last channel of `sums`.
-    """
-    return (sums[..., :-1] / sums[..., -1:]).astype(dtype)
+    # A query without keys has only masked scores, which are -1e10. Its result is 0. Its
+    # log_z is infinite, so the backward pass computes the probability 0 for all keys.
+    sees_a_key = maximum > -1e9
+    log_z = jnp.where(sees_a_key, maximum + jnp.log(z), jnp.inf)
+    return jnp.where(sees_a_key, sums / z, 0), log_z
 
 
 def fused_attention_forward(q, k, v, bias, mask):
@@ -1232,146 +1238,300 @@ def fused_attention_forward(q, k, v, bias, mask):
     The function checkpoint_name gives names to these arrays. By these names, remat_policy
     decides which arrays are saved and which are recomputed.
     """
-    n = count_head_groups(q, k)
-    q_groups, k_groups, v_groups = (split_heads_into(n, x) for x in (q, k, v))
-    bias_groups = split_heads_into(n, bias)
-    if n > 1 and bias is not None:
-        # Store the bias with the axes Q and K swapped, which is the memory layout of the
-        # scores. Otherwise each layer would transpose the bias again.
-        layout = Layout((0, 1, 3, 2))
-        bias_groups = [with_layout_constraint(x, layout) for x in bias_groups]
-
-    def group_sums(q, k, v, bias):
-        return weighted_sums(masked_scores(q, k, bias, mask), v)
-
-    groups = [*zip(q_groups, k_groups, v_groups, bias_groups)]
-    sums, maximum = run_in_sequence(group_sums, groups)
-    # The function checkpoint_name gives an array a name for remat_policy. Give a name
-    # only after the last use of the array in this function, because XLA would copy a
-    # named array at every later use.
-    out = checkpoint_name(normalize(sums, v.dtype), "attended")
-    # log_z is the logarithm of the softmax denominator. The backward pass recomputes the
-    # probability of a key as exp(score - log_z).
-    log_z = checkpoint_name(maximum + jnp.log(sums[..., -1:]), "attended")
-    # If a TPU processes all heads at once, the scores of self-attention are kept for the
-    # backward pass. They are the scores with a bias. The scores of cross-attention are
-    # recomputed instead. On v5p, this needed 5 % less memory and took 1 % more time.
-    saves_scores = n == 1 and bias is not None and partition.platform() == "tpu"
-    # Compute the scores a second time, and give a name only to this second array, because
-    # XLA would copy a named array at each use. XLA notices that the two computations are
-    # equal, and runs only one.
-    scores = masked_scores(q, k, bias, mask) if saves_scores else None
-    inputs = (q_groups, k, v, bias_groups, scores)
-    inputs = jax.tree.map(lambda x: checkpoint_name(x, "attention inputs"), inputs)
+    scores = masked_scores(q, k, bias, mask)
+    maximum = scores.max(-1, keepdims=True).astype(jnp.float32)
+    weights = jnp.exp(scores - maximum)
+    z = weights.sum(-1, keepdims=True)
+    sums = matmul("bhqk,bhkc->bhqc", weights.astype(v.dtype), v)
+    out, log_z = normalize(sums, maximum, z)
+    out = out.astype(v.dtype)
+    # Give a name only after the last use of the array in this function, because XLA would
+    # copy a named array at every later use.
+    out, log_z = checkpoint_name((out, log_z), "attended")
+    inputs = checkpoint_name((q, k, v, bias), "attention inputs")
     return out, (inputs, mask, out, log_z)
 
 
 def fused_attention_backward(saved, d_out):
-    """Return the gradients of q, k, v and bias. The mask gets None as its gradient.
+    """Compute the gradients of q, k, v and bias, as FlashAttention does.
+
+    Let p be the softmax probabilities. Their gradient is d_p = d_out v^T. The gradient of
+    the scores is p * (d_p - row_sum), where row_sum is the sum of d_out * out over the
+    channels. Without a bias, the gradient of the bias is None, like that of the mask.
 
     saved: the arrays that fused_attention_forward has returned for the backward pass.
     d_out: the gradient of the result of attention, [B, H, Q, C].
     """
-    (q_groups, k, v, bias_groups, scores), mask, out, log_z = saved
-    n = len(q_groups)
-    others = [split_heads_into(n, x) for x in (k, v, out, log_z, d_out)]
-
-    def group_gradients(*group):
-        return head_group_gradients(*group, mask, scores)
-
-    groups = [*zip(q_groups, *others, bias_groups)]
-    return (*run_in_sequence(group_gradients, groups), None)
-
-
-def head_group_gradients(q, k, v, out, log_z, d_out, bias, mask, scores):
-    """Compute the gradients of attention for one group of heads, as FlashAttention does.
-
-    Let p be the softmax probabilities. Their gradient is d_p = d_out v^T. The gradient of
-    the scores is p * (d_p - row_sum), where row_sum is the sum of d_out * out over the
-    channels. Returns d_q, d_k, d_v and d_bias. Without a bias, d_bias is None.
-    """
-    if scores is None:
-        scores = masked_scores(q, k, bias, mask)
-    # A query whose keys are all masked has only scores of -1e10. Its result is the mean
-    # of all K values, and its scores have no gradient. Give this query the probabilities
-    # exp(-1e10) = 0, and add its share to the gradient of the values at the end.
-    has_no_key = log_z < -1e9
-    p = jnp.exp(scores - jnp.where(has_no_key, 0, log_z))
-    d_p = jnp.einsum("bhqc,bhkc->bhqk", d_out, v, preferred_element_type=jnp.float32)
-    row_sum = jnp.einsum("bhqc,bhqc->bhq", d_out, out, preferred_element_type=jnp.float32)
+    (q, k, v, bias), mask, out, log_z = saved
+    p = jnp.exp(masked_scores(q, k, bias, mask) - log_z)
+    d_p = matmul("bhqc,bhkc->bhqk", d_out, v)
+    row_sum = matmul("bhqc,bhqc->bhq", d_out, out)
     d_scores = (p * (d_p - row_sum[..., None])).astype(v.dtype)
     d_q = jnp.einsum("bhqk,bhkc->bhqc", d_scores, k)
     d_k = jnp.einsum("bhqk,bhqc->bhkc", d_scores, q)
     d_v = jnp.einsum("bhqk,bhqc->bhkc", p.astype(v.dtype), d_out)
-    d_v += jnp.where(has_no_key, d_out, 0).sum(-2, keepdims=True) / v.shape[-2]
     if bias is None:
-        return d_q, d_k, d_v, None
+        return d_q, d_k, d_v, None, None
     if partition.platform() == "cpu":
         # Sum over the batch with a matmul by a row of ones. On a CPU, this is forty times
         # as fast as jnp.sum.
         ones = jnp.ones((1, len(q)), v.dtype)
-        form = "ab,bhqk->ahqk"
-        d_bias = jnp.einsum(form, ones, d_scores, preferred_element_type=jnp.float32)
+        d_bias = matmul("ab,bhqk->ahqk", ones, d_scores)
     else:
         d_bias = d_scores.astype(jnp.float32).sum(0, keepdims=True)
-    return d_q, d_k, d_v, d_bias
+    return d_q, d_k, d_v, d_bias, None
 
 
 fused_attention.defvjp(fused_attention_forward, fused_attention_backward)
 
 
-def count_head_groups(q, k):
-    """Return the number of groups of heads that attention processes in sequence.
+# The attention kernel is a program for a TPU, written in Pallas, a language within JAX.
+# XLA would write the scores [B, H, Q, K] to memory several times. The kernel computes
+# attention for a few rows, heads and queries at a time, and keeps their scores in fast
+# on-chip memory. The kernel reduced a training step from 78.4 to 61.4 million cycles. XLA
+# does not estimate the cycles of the kernel itself, so they were counted in the machine
+# code. The arrays q, k, v and out have the shape [B, Q, H * C] here, as the
+# matmuls with weights produce and read them. Otherwise XLA would copy them.
+def kernel_blocks(shape, K):
+    """Choose how many rows, heads and queries one step of the kernel processes.
 
-    On TPU v5e and v6e, the scores of a group must fit into 48 MB of fast on-chip memory.
-    The function returns the smallest number of groups that fit. All other devices use a
-    single group. On v5e, the groups reduced a training step of T5 base from 312 to 281
-    million cycles.
+    shape: the shape of the queries, [B, H, Q, C]. K: the number of keys.
+    Returns a tuple (rows, heads, queries), or None if the shapes do not fit the kernel.
     """
+    B, H, Q, C = shape
+
+    def divisors(n):
+        return [i for i in range(n, 0, -1) if n % i == 0]
+
+    # A TPU stores a matrix in tiles with 128 columns. Two heads of 64 channels fill a
+    # tile.
+    heads = min(n for n in divisors(H) if n * C % 128 == 0 or n == H)
+    # The scores of a step must fit into on-chip memory. A smaller number of queries than
+    # Q must be a multiple of 128.
+    fit = MAX_KERNEL_SCORES // (heads * K)
+    queries = [n for n in divisors(Q) if n <= fit and (n == Q or n % 128 == 0)]
+    if not queries:
+        return None
+    rows = max(n for n in divisors(B) if n == 1 or n * queries[0] <= fit)
+    return rows, heads, queries[0]
+
+
+# The largest number of scores (rows * heads * queries * keys) in a step of the kernel.
+MAX_KERNEL_SCORES = 1 << 19
+
+
+def head_columns(x, C):
+    """Return a mask [1, heads * C] for each head, which is True at its channels.
+
+    x: an array [Q, heads * C]. C: the number of channels of a head.
+    """
+    heads = lax.broadcasted_iota(jnp.int32, (1, x.shape[-1]), 1) // C
+    return [heads == h for h in range(x.shape[-1] // C)]
+
+
+def kernel_scores(q, k, mask, bias_ref, head):
+    """Compute the masked attention scores of one head, float32 [Q, K], in the kernel."""
+    scores = matmul("qc,kc->qk", q, k)
+    if bias_ref is not None:
+        scores += bias_ref[head]
+    # TPU v4 cannot compare numbers of 8 bits.
+    return jnp.where(mask.astype(jnp.int32) == 1, scores, -1e10)
+
+
+def forward_kernel(C, mask_ref, bias_ref, q_ref, k_ref, v_ref, out_ref, log_z_ref):
+    """Compute attention for a block of rows, heads and queries.
+
+    C: the number of channels of a head. The other arguments refer to the block of each
+    array, in on-chip memory. bias_ref is None if there is no bias.
+    """
+
+    def attend_in_row(row, _):
+        q, k, v, mask = q_ref[row], k_ref[row], v_ref[row], mask_ref[row]
+        out = jnp.zeros(q.shape, jnp.float32)
+        for head, columns in enumerate(head_columns(q, C)):
+            # Set the channels of all other heads to 0. The matmul with k then adds only
+            # the products of this head. A TPU multiplies 128 channels at once anyway.
+            q_head = jnp.where(columns, q, 0)
+            scores = kernel_scores(q_head, k, mask, bias_ref, head)
+            maximum = scores.max(-1, keepdims=True)
+            weights = jnp.exp(scores - maximum)
+            z = weights.sum(-1, keepdims=True)
+            sums = matmul("qk,kc->qc", weights.astype(v.dtype), v)
+            out_head, log_z = normalize(sums, maximum, z)
+            out = jnp.where(columns, out_head, out)
+            # Store the column log_z as a row. In memory, a column would need as much
+            # space as 128 columns.
+            log_z_ref[row, head] = jnp.broadcast_to(log_z, (len(q), 128)).T[0]
+        out_ref[row] = out.astype(out_ref.dtype)
+
+    lax.fori_loop(0, len(q_ref), attend_in_row, None)
+
+
+def backward_kernel(C, *refs):
+    """Compute the gradients of a block, with the equations of fused_attention_backward.
+
+    refs: the arguments of run_kernel, and then d_q, d_k, d_v and d_bias. Without a bias,
+    d_bias is missing.
+    """
+    from jax.experimental import pallas as pl
+
+    mask_ref, bias_ref, q_ref, k_ref, v_ref, out_ref, log_z_ref, d_out_ref = refs[:8]
+    d_q_ref, d_k_ref, d_v_ref, *d_bias_ref = refs[8:]
+    # All steps for the same heads and queries add up one gradient of the bias. The first
+    # of these steps sets the gradient to 0.
+    for ref in d_bias_ref:
+        ref[...] = jnp.where(pl.program_id(2) == 0, 0, ref[...])
+
+    def gradients_in_row(row, _):
+        q, k, v, mask = q_ref[row], k_ref[row], v_ref[row], mask_ref[row]
+        d_out = d_out_ref[row]
+        products = d_out.astype(jnp.float32) * out_ref[row].astype(jnp.float32)
+        d_q = jnp.zeros(q.shape, jnp.float32)
+        d_k = d_v = jnp.zeros(k.shape, jnp.float32)
+        for head, columns in enumerate(head_columns(q, C)):
+            q_head, d_out_head = jnp.where(columns, q, 0), jnp.where(columns, d_out, 0)
+            scores = kernel_scores(q_head, k, mask, bias_ref, head)
+            log_z = jnp.broadcast_to(log_z_ref[row, head][None], (128, len(q))).T[:, :1]
+            p = jnp.exp(scores - log_z)
+            d_p = matmul("qc,kc->qk", d_out_head, v)
+            row_sum = jnp.where(columns, products, 0).sum(-1, keepdims=True)
+            d_scores = p * (d_p - row_sum)
+            for ref in d_bias_ref:
+                ref[head] += d_scores
+            d_scores = d_scores.astype(v.dtype)
+            d_q = jnp.where(columns, matmul("qk,kc->qc", d_scores, k), d_q)
+            d_k += matmul("qk,qc->kc", d_scores, q_head)
+            d_v += matmul("qk,qc->kc", p.astype(v.dtype), d_out_head)
+        d_q_ref[row] = d_q.astype(d_q_ref.dtype)
+        d_k_ref[row] = d_k.astype(d_k_ref.dtype)
+        d_v_ref[row] = d_v.astype(d_v_ref.dtype)
+
+    lax.fori_loop(0, len(q_ref), gradients_in_row, None)
+
+
+def run_kernel(kernel, blocks, C, arguments, results):
+    """Run a kernel once for each block of rows, heads and queries. Returns its results.
+
+    arguments: mask, bias, q, k and v. For the backward pass also out, log_z and d_out.
+    results: a list of pairs (kind, shape, dtype), where the kind is a key of `specs`.
+    """
+    # Import Pallas only here, because the import takes 0.4 s.
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import tpu
+
+    rows, heads, queries = blocks
+    width = heads * C
+    mask, bias, q = arguments[:3]
+    B, Q, K = mask.shape
+    # A BlockSpec has the shape of a block, and a function that returns the index of the
+    # block for step (h, i, b) of the kernel. This step processes block h of the heads,
+    # block i of the queries and block b of the rows. The rows come last, so that the
+    # steps of all rows can add up the gradient of one block of the bias.
+    specs = {
+        "mask": pl.BlockSpec((rows, queries, K), lambda h, i, b: (b, i, 0)),
+        # To save memory, do not prefetch the next block of the bias.
+        "bias": pl.BlockSpec(
+            (heads, queries, K), lambda h, i, b: (h, i, 0), pipeline_mode=pl.Buffered(1)
+        ),
+        "queries": pl.BlockSpec((rows, queries, width), lambda h, i, b: (b, i, h)),
+        "keys": pl.BlockSpec((rows, K, width), lambda h, i, b: (b, 0, h)),
+        "log_z": pl.BlockSpec((rows, None, heads, queries), lambda h, i, b: (b, h, 0, i)),
+        "d_keys": pl.BlockSpec((None, rows, K, width), lambda h, i, b: (i, b, 0, h)),
+        "d_bias": pl.BlockSpec((heads, queries, K), lambda h, i, b: (h, i, 0)),
+    }
+    if bias is None:
+        specs["bias"] = None
+    kinds = ["mask", "bias", "queries", "keys", "keys", "queries", "log_z", "queries"]
+    # XLA and --plan need the cost of the kernel, which XLA cannot compute. The forward
+    # pass has 2 matmuls, and the backward pass has 5.
+    matmuls = 2 if kernel == forward_kernel else 5
+    cost = pl.CostEstimate(
+        flops=2 * matmuls * mask.size * q.shape[-1],
+        transcendentals=mask.size * q.shape[-1] // C,
+        bytes_accessed=sum(x.nbytes for x in arguments if x is not None),
+    )
     device = jax.sharding.get_abstract_mesh().abstract_device
-    # JAX calls TPU v5e "TPU v5 lite", and TPU v6e "TPU v6 lite".
-    if "lite" not in device.device_kind:
-        return 1
-    B, H, Q, _ = q.shape
-    score_bytes = B * H * Q * k.shape[2] * q.dtype.itemsize
-    divisors = [n for n in range(1, H) if H % n == 0]
-    return next((n for n in divisors if score_bytes <= n * 48e6), H)
+    call = pl.pallas_call(
+        functools.partial(kernel, C),
+        grid=(q.shape[-1] // width, Q // queries, B // rows),
+        in_specs=[specs[kind] for kind in kinds[: len(arguments)]],
+        out_specs=[specs[kind] for kind, *_ in results],
+        out_shape=[jax.ShapeDtypeStruct(*shape) for _, *shape in results],
+        compiler_params=tpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary")
+        ),
+        cost_estimate=cost,
+        # On a CPU or GPU, JAX interprets the kernel.
+        interpret=device.platform != "tpu",
+        name=kernel.__name__,
+    )
+    return call(*arguments)
 
 
-def split_heads_into(n, x):
-    """Split an array [B, H, ...] into n arrays [B, H/n, ...], one for each head group."""
-    if x is None:
-        return [None] * n
-    return jnp.split(x, n, axis=1)
+@jax.custom_vjp
+def kernel_attention(q, k, v, bias, mask):
+    """Compute attention, softmax(q k^T + bias) v, with the attention kernel.
 
-
-def run_in_sequence(function, groups):
-    """Call a function for one group of heads after another. Returns the joined results.
-
-    An optimization barrier makes each group wait for the group before it. Otherwise XLA
-    would interleave the groups, and keep the scores of several groups in memory.
+    q [B, H, Q, C], k and v [B, H, K, C]. Returns [B, H, Q, C].
     """
-    n = len(groups)
-    if n == 1:
-        return function(*groups[0])
-    joined = None
-    for i, (first, *others) in enumerate(groups):
-        if joined is not None:
-            first, joined = lax.optimization_barrier((first, joined))
-        results = function(first, *others)
-        # Write the results of each group into one large array for all groups. A
-        # concatenation at the end would copy all results again.
-        if joined is None:
-            joined = jax.tree.map(
-                lambda x: lax.empty((x.shape[0], n * x.shape[1], *x.shape[2:]), x.dtype),
-                results,
-            )
-        joined = jax.tree.map(
-            lambda whole, x: lax.dynamic_update_slice_in_dim(whole, x, i * x.shape[1], 1),
-            joined,
-            results,
-        )
-    return joined
+    return kernel_attention_forward(q, k, v, bias, mask)[0]
+
+
+def kernel_attention_forward(q, k, v, bias, mask):
+    """Compute attention, and return its result and the arrays for the backward pass."""
+    B, H, Q, C = q.shape
+    blocks = kernel_blocks(q.shape, k.shape[2])
+    q, k, v = map(merge_heads, (q, k, v))
+    bias = None if bias is None else bias[0]
+    mask = jnp.broadcast_to(mask[:, 0], (B, Q, k.shape[1])).astype(jnp.int8)
+    inputs = (mask, bias, q, k, v)
+    log_z_shape = (B, H // blocks[1], blocks[1], Q)
+    results = [("queries", q.shape, v.dtype), ("log_z", log_z_shape, jnp.float32)]
+    out, log_z = run_kernel(forward_kernel, blocks, C, inputs, results)
+    out, log_z = checkpoint_name((out, log_z), "attended")
+    return separate_heads(out, H), (inputs, out, log_z)
+
+
+def kernel_attention_backward(saved, d_out):
+    """Compute the gradients of q, k, v and bias.
+
+    The arguments and results are those of fused_attention_backward.
+    """
+    inputs, out, log_z = saved
+    mask, bias, q, k, v = inputs
+    B, H, Q, C = d_out.shape
+    blocks = kernel_blocks(d_out.shape, k.shape[1])
+    d_keys = (Q // blocks[2], *k.shape)
+    results = [
+        ("queries", q.shape, q.dtype),
+        ("d_keys", d_keys, k.dtype),
+        ("d_keys", d_keys, v.dtype),
+    ]
+    if bias is not None:
+        results.append(("d_bias", bias.shape, jnp.float32))
+    arguments = (*inputs, out, log_z, merge_heads(d_out))
+    d_q, d_k, d_v, *d_bias = run_kernel(backward_kernel, blocks, C, arguments, results)
+    # Each block of queries gives its own gradient of the keys and values. Add them up by
+    # separate additions, because XLA needs more time for a reduction, such as jnp.sum.
+    d_k, d_v = (sum(part.astype(jnp.float32) for part in x) for x in (d_k, d_v))
+    d_k, d_v = d_k.astype(k.dtype), d_v.astype(v.dtype)
+    d_bias = d_bias[0][None] if d_bias else None
+    return (*(separate_heads(x, H) for x in (d_q, d_k, d_v)), d_bias, None)
+
+
+kernel_attention.defvjp(kernel_attention_forward, kernel_attention_backward)
+
+
+def merge_heads(x):
+    """Transpose the heads of one device: [B, H, Q, C] becomes [B, Q, H * C]."""
+    B, H, Q, C = x.shape
+    return x.transpose(0, 2, 1, 3).reshape(B, Q, H * C)
+
+
+def separate_heads(x, H):
+    """Undo merge_heads: [B, Q, H * C] becomes [B, H, Q, C]."""
+    B, Q, _ = x.shape
+    return x.reshape(B, Q, H, -1).transpose(0, 2, 1, 3)
 
 
 # Rematerialization saves memory. The forward pass keeps only some activations, and the
@@ -1511,6 +1671,9 @@ def minimum_memory(cfg, rows, S, T, copies=1, beams=0):
     size = compute_dtype(cfg).itemsize
     A = cfg.num_heads * cfg.d_kv
     largest_scores = S * S if beams else max(S * S, S * T, T * T)
+    if partition.platform() == "tpu" and cfg.attention != "xla":
+        # The attention kernel keeps the scores in on-chip memory.
+        largest_scores = 0
     cache = 0
     if beams:
         cache = 2 * size * rows * cfg.num_decoder_layers * A * (S + beams * T)
