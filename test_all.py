@@ -6103,7 +6103,7 @@ def test_warmup_stable_decay_by_hand():
 LORA = ["--model.lora", 3, "--train.freeze", "(?!.*lora).*"]
 
 
-@pytest.mark.parametrize("mesh", [{}, dict(model=2, fsdp=True)])
+@pytest.mark.parametrize("mesh", [{}, pytest.param(dict(model=2, fsdp=True), marks=slow)])
 def test_lora_adds_a_product_of_two_small_matrices(mesh):
     """W + A B replaces the query and the value matrices, also if devices split them."""
     cfg = change(model=dict(lora=3, num_decoder_layers=1), mesh=mesh)
@@ -12688,6 +12688,7 @@ def test_the_corpus_and_the_held_out_examples_of_the_speedrun_are_fixed(
     speedrun.held_out.cache_clear()
 
 
+@slow
 def test_the_speedrun_refuses_a_model_that_sees_later_tokens(speedrun, monkeypatch):
     """The loss must be that of a language model: a causal mask, and a softmax."""
     sizes = {"d_model": 16, "d_ff": 16, "num_layers": 1, "num_decoder_layers": 1}
@@ -12709,6 +12710,7 @@ def test_the_speedrun_refuses_a_model_that_sees_later_tokens(speedrun, monkeypat
                 speedrun.check_probabilities(cfg, None)
 
 
+@slow
 def test_the_entries_and_the_ideas_of_the_speedrun_obey_its_rules(speedrun, tmp_path):
     """At least 25 ideas are in the table, and each of them is a valid recipe file."""
     limit = speedrun.limits()
@@ -13442,7 +13444,7 @@ def test_sums_and_means_of_the_loss_leave_out_padding():
     assert_same(loss, total, "The loss should be cross entropy + z-loss, summed.", 1e-4)
 
 
-@pytest.mark.parametrize("tuned", [False, True])
+@pytest.mark.parametrize("tuned", [pytest.param(False, marks=slow), True])
 def test_auxiliary_losses_of_all_layers_are_added_up(tuned, monkeypatch):
     """A z-loss on the attention scores is one function, which replaces `attend`.
 
