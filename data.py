@@ -590,10 +590,11 @@ def pack(sizes, limits):
     # weight, although inputs are often longer.
     load = sizes.sum(1) / limits
     average = limits * load / load.max()
-    # The room of a row compares the row with the average. It is 1 - tokens / average: 1
-    # for an empty row, and negative for a row with more tokens than the average, into
-    # which more tokens may still fit. taken[side][n] is the room that n tokens take, and
-    # free[side][n] is the room of a row in which n positions are still empty.
+    # The room of a row is 1 - tokens / average. An empty row has the room 1. A row with
+    # more tokens than the average has a negative room, but may still have empty
+    # positions, because the average is at most the limit. n tokens take the room
+    # n / average, which is taken[side][n]. A row with n empty positions has the room
+    # free[side][n].
     parts = [np.arange(limit + 1) / size for limit, size in zip(limits, average)]
     taken = [np.float32(part) for part in parts]
     free = [np.float32(1 - part[::-1]) for part in parts]
@@ -777,11 +778,11 @@ class TrainingPlan:
         `tasks`, `cfg` and `path` hold the arguments. `rates` is an array of the rates,
         divided by their sum. `packs` says whether a row may hold several examples. It is
         True if cfg.data.pack is True and at least one objective has packs = True.
-        `row_starts` lists the number of the first row in each block. `packing(block)`
-        returns a pair: a list, which is empty at first, and the generator
-        pack_block(block). A method that takes rows from the generator appends them to the
-        list. `packing` and the method plan_block cache their results for the last three
-        blocks.
+        `row_starts` lists the number of the first row in each block. A block is packed
+        bit by bit. `packing(block)` returns the state of this work, a pair: the list of
+        the rows that are packed so far, and the generator pack_block(block), which packs
+        the others. A method that takes rows from the generator appends them to the list.
+        `packing` and the method plan_block cache their results for the last three blocks.
 
         The JSON file at `path` holds a dict such as {"starts": [0, 2100, 4187]}, which is
         row_starts. The function configs.write_checked adds a checksum to this dict.

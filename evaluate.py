@@ -489,7 +489,8 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     lines = [{**choice, "score": score} for choice, score in zip(choices, scores)]
     # If all examples have the same answer choices, num_classes is the number of these
     # choices. Otherwise, num_classes is None. The dataset P3 stores each answer choice as
-    # an example, without a list of choices. Then num_classes is 0, which acts like None.
+    # an example, without a list of choices. The only element of `texts` is then the empty
+    # tuple, so num_classes is 0, which rank_classification treats like None.
     texts = {tuple(choice.get("answer_choices", task.choices)) for choice in choices}
     num_classes = len(texts.pop()) if len(texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):

@@ -149,10 +149,10 @@ def init_cache(params, cfg, encoded, length, beams=1):
     - The pair (keys, values) for cross-attention. Keys and values have the shape
       [B, H, S, C], and all beams share them.
     - The position bias of self-attention, from model.position_bias. The bias has the
-      shape [1, H, length, length]. With the compiler optimizations of model.py, axis 0 is
-      not 1 but the number of devices along the mesh axis "data". The entries of axis 0
-      are equal, and each device holds one of them. If --model.positions selects an
-      encoding without a bias, such as rotary, the item is None.
+      shape [1, H, length, length]. If --model.positions selects an encoding without a
+      bias, such as rotary, the item is None. (The faster version in model.py stores one
+      equal copy for each device along the mesh axis "data", so the size of axis 0 is then
+      the number of these devices.)
     """
     stack = params["decoder"]
     table = model.param_table(cfg)["decoder"]["layers"]
@@ -545,11 +545,11 @@ def beam_step(state, log_probs, at, *, decode):
     finished = take_beams(jnp.concatenate([state.finished, ends], axis=1), best)
 
     # The search ends when N outputs are finished and no live beam can beat any of them.
-    # Each further id lowers the log-probability of a live beam. Therefore the final score
-    # of the beam is at most its present log-probability divided by the largest penalty.
-    # The longest output has `length` ids, so the penalty of `length` ids would be enough.
-    # Like T5X, use the penalty of length + 1 ids. This penalty is at least as large, so
-    # the bound still holds.
+    # Each further id lowers the log-probability of a live beam. Log-probabilities are
+    # negative, so dividing by a larger penalty gives a higher score. Therefore the final
+    # score of the beam is at most its present log-probability divided by the largest
+    # penalty. The longest output has `length` ids, so the penalty of `length` ids would
+    # be enough. T5X uses the penalty of length + 1 ids, which is at least as large.
     bound = live_scores[:, :1] / length_penalty(length + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
 

@@ -614,9 +614,9 @@ def add_loss(name, value):
     inside of jax.shard_map, and functions with a hand-written gradient. Losses with the
     same name are added up. Evaluation and decoding ignore all auxiliary losses.
 
-    If a loss counts padding, note that padding has segment 0, and attends only to
-    padding. If a row has padding in its targets but not in its inputs, the padding
-    queries of cross-attention have no key at all. Their result is then 0.
+    The activations of a layer include those at padding, so a mean over all positions
+    includes padding, too. Padding attends only to padding. In cross-attention, a query at
+    padding gets 0 if the inputs of its row have no padding.
     """
     if name not in LOSS_WEIGHTS:
         raise configs.UserError(
