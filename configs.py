@@ -1411,16 +1411,16 @@ def check(cfg):
     m = cfg.model
     d = cfg.data
     t = cfg.train
-    for name, value, table in (
-        ("model.activation", m.activation.removeprefix("gated_"), ACTIVATIONS),
-        ("model.positions", m.positions, POSITIONS),
-        ("train.optimizer", t.optimizer, OPTIMIZERS),
-        ("train.loss", t.loss, LOSSES),
+    for name, value, default, table in (
+        ("model.activation", m.activation.removeprefix("gated_"), "gelu", ACTIVATIONS),
+        ("model.positions", m.positions, ModelConfig.positions, POSITIONS),
+        ("train.optimizer", t.optimizer, TrainConfig.optimizer, OPTIMIZERS),
+        ("train.loss", t.loss, TrainConfig.loss, LOSSES),
     ):
-        # ACTIVATIONS and POSITIONS are empty in a command that does not import model.py.
-        # OPTIMIZERS is empty without train.py, and LOSSES without evaluate.py. If a table
-        # is empty, no name can be checked.
-        if table and value not in table:
+        # The module model.py fills ACTIVATIONS and POSITIONS, train.py fills OPTIMIZERS,
+        # and evaluate.py fills LOSSES. A command that does not import the module of a
+        # table cannot check a name. Such a table does not have the default name.
+        if default in table and value not in table:
             raise UserError(
                 f"--{name} {value} is unknown{nearest(value, table) or '.'} The known "
                 f"names are {', '.join(table)}. The recipe file of a run can define more "

@@ -116,6 +116,9 @@ def recorded_file(name):
     )
 
 
+# A shell that starts a program in the background may let it ignore Ctrl-C, and the program
+# passes this setting on to the commands that it starts. Some tests send Ctrl-C to commands.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 jax.config.update("jax_num_cpu_devices", 8)
 # compile fast, here and in the processes that tests start: the programs are small
 jax.config.update("jax_disable_most_optimizations", True)
