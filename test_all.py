@@ -901,7 +901,7 @@ def test_the_course_has_three_questions_for_each_file_and_their_solutions():
         r"^\| ([^|]+) \| [^|]+ \|$", course.partition("## Glossary")[2], re.M
     )
     assert terms[1:] == sorted(terms[1:], key=str.lower) and len(terms) - 1 <= 60
-    plan = course.partition("\n| sitting |")[2].partition("\n\n")[0]
+    plan = course.partition("\n| unit |")[2].partition("\n\n")[0]
     named = re.findall(r"`((?:%s)\.\w[\w.]*)`" % "|".join(README_ORDER), plan)
     named = [name for name in named if not name.endswith(".py")]
     assert named and set(named) <= set(exercise_functions()), named
@@ -12863,6 +12863,131 @@ def test_a_speedrun_of_a_few_steps(tmp_path):
     several = command(ideas, "--seeds", 3)
     assert several.returncode == 2 and "a: 10 steps" in several.stdout, several.stderr
     assert "b: speedrun.py: The entry sets data.vocab to x" in several.stdout
+
+
+# ---- the papers in small ---------------------------------------------------------------
+
+
+@pytest.fixture
+def papers(speedrun):
+    """Import assets/papers.py."""
+    import papers
+
+    return papers
+
+
+def test_the_objectives_of_the_papers(papers, recipe_tables):
+    """BERT-style and deshuffling predict the whole text from a changed copy of it."""
+    papers.recipe.cache_clear()
+    cfg = papers.recipe()
+    tokenizer = data.load_tokenizer(cfg.data.vocab)
+    random = np.random.default_rng(0)
+    chunks = [[random.integers(3, 2000, 127).astype(np.int32)] for _ in range(200)]
+    keys = random.integers(0, 2**64, len(chunks), np.uint64)
+    for name in ("bert_style", "deshuffling"):
+        objective = data.TASKS[name].objective
+        assert objective.length(cfg.data) == 127  # 128 input tokens with EOS
+        pairs = objective.make(chunks, keys, tokenizer, cfg.data)
+        again = objective.make(chunks[7:8], keys[7:8], tokenizer, cfg.data)
+        assert np.array_equal(again[0][0], pairs[7][0])
+        assert all(
+            np.array_equal(targets, ids) for (ids,), (_, targets) in zip(chunks, pairs)
+        )
+        inputs, targets = np.array(pairs).transpose(1, 0, 2)
+        changed = inputs != targets
+        if name == "deshuffling":
+            assert np.array_equal(np.sort(inputs), np.sort(targets)) and changed.any()
+        else:
+            masks = inputs == tokenizer.sentinel_ids[-1]
+            assert abs(changed.mean() - 0.15) < 0.01
+            assert abs(masks[changed].mean() - 0.9) < 0.02
+
+
+def test_the_tasks_of_the_papers(papers, recipe_tables):
+    papers.recipe.cache_clear()
+    papers.recipe()
+    example = {"sentence": "Guess the type of a file, based on its URL."}
+    assert data.TASKS["restore"].format(example) == [
+        {
+            "inputs": "restore: guess the type of a file based on its url",
+            "targets": example["sentence"],
+        }
+    ]
+    assert data.TASKS["spelling"].format(example) == [
+        {
+            "inputs": "spelling: Geuss the type of a flie, based on its ULR.",
+            "targets": example["sentence"],
+        }
+    ]
+    # The two splits of the corpus have different sentences.
+    splits = [
+        {fields["sentence"] for _, fields in file.read(None)}
+        for split in ("train", "validation")
+        for file in data.SOURCES["sentences"]("", split, None, False)
+    ]
+    assert len(splits[0]) > 5000 and len(splits[1]) > 300
+
+
+def test_results_are_separated_if_no_seeds_overlap(papers):
+    assert papers.separated([1.0, 1.2, 1.1], [1.3, 1.4, 1.5])
+    assert papers.separated([2.0, 1.6, 1.7], [1.3, 1.4, 1.5])
+    assert not papers.separated([1.0, 1.35, 1.1], [1.3, 1.4, 1.5])
+    assert papers.show_mean([5.0, 5.1, 5.35]) == "5.150 (5.000 to 5.350)"
+
+
+def test_the_tables_of_the_papers_have_the_recorded_results(papers):
+    """assets/papers/README.md shows the tables of the results that are recorded."""
+    results = papers.read_results()
+    page = (HERE / "assets/papers/README.md").read_text()
+    for name, table in papers.TABLES.items():
+        assert papers.markdown(table, results) in page, name
+        assert all(len(results[entry, seed]) for entry in table.rows for seed in range(3))
+    # A run can have the targets of its objective.
+    for name, settings in papers.ENTRIES.items():
+        d = configs.override(papers.recipe(), settings or {}).data
+        if d.task == "span_corruption":
+            noise, spans = data.noise_counts(data.raw_length(d), d)
+            assert noise + spans + 1 <= d.targets_length, name
+
+
+@long
+def test_a_table_of_the_papers_in_a_few_steps(tmp_path):
+    """The command trains the runs of a table, and records and prints their results."""
+    for path in HERE.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    for folder in ("speedrun", "papers"):
+        shutil.copytree(HERE / "assets" / folder, tmp_path / "assets" / folder)
+    shutil.copy(HERE / "assets/speedrun.py", tmp_path / "assets")
+    (tmp_path / "assets/papers/results.csv").unlink()
+    # Train for 4 steps in place of 400, and fine-tune for 2 in place of 200.
+    for source in ("papers.py", "papers/recipe.py"):
+        text = (HERE / "assets" / source).read_text()
+        text = text.replace(": 400", ": 4").replace(": 200", ": 2")
+        (tmp_path / "assets" / source).write_text(text.replace("range(3)", "range(2)"))
+
+    def command(*args):
+        return subprocess.run(
+            [sys.executable, tmp_path / "assets/papers.py", *args],
+            capture_output=True,
+            text=True,
+        )
+
+    first = command("pretraining", "--jobs", "2")
+    assert first.returncode == 0, first.stderr
+    assert "| no pretraining | 66.22 | 50.31 | 53.04 |" in first.stdout
+    recorded = (tmp_path / "assets/papers/results.csv").read_text()
+    assert len(recorded.splitlines()) == 1 + 2 * 2 * 4  # entries, seeds and measures
+    logs = sorted((tmp_path / "runs/papers").rglob("*.log"))
+    times = [log.stat().st_mtime_ns for log in logs]
+    again = command("pretraining")
+    assert (again.returncode, again.stdout) == (0, first.stdout), again.stderr
+    assert len(logs) == 6 and times == [log.stat().st_mtime_ns for log in logs]
+    unknown = command("objective")
+    assert unknown.returncode == 2 and "Unknown table objective" in unknown.stderr
+    changed = (tmp_path / "assets/papers.py").read_text().replace("0.02,", "0.01,")
+    (tmp_path / "assets/papers.py").write_text(changed)
+    changed = command("pretraining")
+    assert changed.returncode == 2 and "have changed since" in changed.stderr
 
 
 # ---- one function at a time --------------------------------------------------------------
