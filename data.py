@@ -500,9 +500,10 @@ class Examples:
         visits the chunks in random order. Training can begin as soon as the first shard
         exists.
         """
-        # shard_starts tokenizes text until the number of chunks, starts[-1], is above all
-        # sample numbers. All samples are then in epoch 0, and the division gives 0. If
-        # the source ends earlier, starts[-1] is the number of chunks in an epoch.
+        # shard_starts tokenizes text until there is a chunk for each sample, or until the
+        # source ends. In the first case, starts[-1] is above all sample numbers, so the
+        # division gives epoch 0. In the second case, starts[-1] is the number of chunks
+        # in an epoch.
         starts = np.array(self.corpus.shard_starts(int(samples.max()) + 1))
         epochs, chunks = np.divmod(samples, starts[-1])
         if not self.shuffled:
@@ -586,12 +587,12 @@ def pack(sizes, limits):
     # `load` holds two numbers: how many rows all inputs fill, and how many rows all
     # targets fill. At least max(load) rows are needed. If all tokens are spread evenly
     # over this many rows, a row holds average[0] input tokens and average[1] target
-    # tokens. Tokens are measured in these units, so that inputs and targets have the same
-    # weight, although inputs are often longer.
+    # tokens.
     load = sizes.sum(1) / limits
     average = limits * load / load.max()
-    # The room of a row is 1 - tokens / average. An empty row has the room 1. A row with
-    # more tokens than the average has a negative room, but may still have empty
+    # The room of a row is 1 - tokens / average. The division gives inputs and targets the
+    # same weight, although inputs are often longer. An empty row has the room 1. A row
+    # with more tokens than the average has a negative room, but may still have empty
     # positions, because the average is at most the limit. n tokens take the room
     # n / average, which is taken[side][n]. A row with n empty positions has the room
     # free[side][n].
@@ -599,9 +600,9 @@ def pack(sizes, limits):
     taken = [np.float32(part) for part in parts]
     free = [np.float32(1 - part[::-1]) for part in parts]
     # An entry of -1 in `largest` means that no example fits. As an index, -1 selects the
-    # last element of taken[0], which is -inf, so the row would keep infinite room. The
-    # loop below chooses the entry that leaves the least room. So the loop chooses an
-    # entry of -1 only if nothing fits.
+    # last element of an array. Append -inf to taken[0], so that an entry of -1 seems to
+    # leave infinite room. The loop below chooses the entry that leaves the least room. So
+    # the loop chooses an entry of -1 only if nothing fits.
     taken[0] = np.append(taken[0], np.float32(-np.inf))
 
     empty_inputs, empty_targets = limits  # how many tokens still fit into the row

@@ -22,10 +22,11 @@ If a run spans several machines, run the same command on each machine.
 
 Example:
     Two examples have two answer choices each. The model prefers the correct choice of
-    the first example and the wrong choice of the second example.
+    the first example and the wrong choice of the second example. Each example counts with
+    the weight 1.0, and each choice has 2 tokens.
 
     >>> from evaluate import rank_classification
-    >>> choices = [  # ((example, choice), is_correct, weight of the example, length)
+    >>> choices = [  # ((example, choice), is_correct, weight, length in tokens)
     ...     ((0, 0), True, 1.0, 2), ((0, 1), False, 1.0, 2),
     ...     ((1, 0), True, 1.0, 2), ((1, 1), False, 1.0, 2)]
     >>> rank_classification(choices, scores=[-1.5, -4.0, -3.0, -2.0])
@@ -489,8 +490,8 @@ def rank(params, cfg, mesh, split, tokenizer, normalize=False):
     lines = [{**choice, "score": score} for choice, score in zip(choices, scores)]
     # If all examples have the same answer choices, num_classes is the number of these
     # choices. Otherwise, num_classes is None. The dataset P3 stores each answer choice as
-    # an example, without a list of choices. The only element of `texts` is then the empty
-    # tuple, so num_classes is 0, which rank_classification treats like None.
+    # an example, without a list of choices, and task.choices is empty. Then num_classes
+    # is 0, which rank_classification treats like None.
     texts = {tuple(choice.get("answer_choices", task.choices)) for choice in choices}
     num_classes = len(texts.pop()) if len(texts) == 1 else None
     if num_classes and not importlib.util.find_spec("sklearn"):

@@ -150,9 +150,7 @@ def init_cache(params, cfg, encoded, length, beams=1):
       [B, H, S, C], and all beams share them.
     - The position bias of self-attention, from model.position_bias. The bias has the
       shape [1, H, length, length]. If --model.positions selects an encoding without a
-      bias, such as rotary, the item is None. (The faster version in model.py stores one
-      equal copy for each device along the mesh axis "data", so the size of axis 0 is then
-      the number of these devices.)
+      bias, such as rotary, the item is None.
     """
     stack = params["decoder"]
     table = model.param_table(cfg)["decoder"]["layers"]

@@ -615,8 +615,7 @@ def add_loss(name, value):
     same name are added up. Evaluation and decoding ignore all auxiliary losses.
 
     The activations of a layer include those at padding, so a mean over all positions
-    includes padding, too. Padding attends only to padding. In cross-attention, a query at
-    padding gets 0 if the inputs of its row have no padding.
+    includes padding, too.
     """
     if name not in LOSS_WEIGHTS:
         raise configs.UserError(
