@@ -97,8 +97,12 @@ CASES = (
 slow = pytest.mark.slow  # kills and starves processes, or takes its time: pytest -m slow
 
 
+# CI does not run these slow tests, because together they take several minutes.
+LONG = [slow, pytest.mark.long]
+
+
 def long(test):
-    """Mark a test that takes minutes: `pytest -m slow` runs the test, but CI does not."""
+    """Mark a slow test that CI does not run."""
     return slow(pytest.mark.long(test))
 
 
@@ -5138,12 +5142,12 @@ def test_attention_equals_softmax_times_values():
         ("t5_bias", "float32", 2),
         ("t5_bias", "bfloat16", 1),
         pytest.param("t5_bias", "bfloat16", 2, marks=slow),
-        pytest.param("none", "float32", 2, marks=slow),
-        pytest.param("alibi", "float32", 1, marks=slow),
-        pytest.param("alibi", "float32", 2, marks=slow),
-        pytest.param("alibi", "bfloat16", 2, marks=slow),
-        pytest.param("rotary", "float32", 2, marks=slow),
-        pytest.param("rotary", "bfloat16", 2, marks=slow),
+        pytest.param("none", "float32", 2, marks=LONG),
+        pytest.param("alibi", "float32", 1, marks=LONG),
+        pytest.param("alibi", "float32", 2, marks=LONG),
+        pytest.param("alibi", "bfloat16", 2, marks=LONG),
+        pytest.param("rotary", "float32", 2, marks=LONG),
+        pytest.param("rotary", "bfloat16", 2, marks=LONG),
     ],
 )
 def test_tuned_forms_equal_the_plain_equations(positions, dtype, side, monkeypatch):
@@ -5846,7 +5850,7 @@ SPECIAL = "adafactor multi_transform muon noisy_sgd novograd sm3".split()
 @pytest.mark.parametrize(
     "name,devices",
     [(name, 1) for name in OPTAX]
-    + [pytest.param(name, 8, marks=[] if name in SPECIAL else slow) for name in OPTAX],
+    + [pytest.param(name, 8, marks=[] if name in SPECIAL else LONG) for name in OPTAX],
 )
 def test_each_optimizer_of_optax_trains_and_resumes(
     name, devices, four_arrays, monkeypatch, tmp_path
@@ -10226,7 +10230,7 @@ FAMILY = {
 }
 
 
-@pytest.mark.slow
+@long
 @pytest.mark.parametrize("kind", FAMILY)
 def test_decoding_and_training_of_the_family(kind, tmp_path, capsys, monkeypatch):
     """Greedy outputs, beam search and the gradients of a step equal those of transformers.
@@ -12498,7 +12502,7 @@ def test_job_lm_adaptation(pretrained, compiled, tmp_path):
     )
 
 
-@slow
+@long
 def test_toy_reverse_is_learned_as_fast_as_by_t5x(compiled, tmp_path):
     """The accuracy is within the range of five seeds of T5X, or better."""
     argv = [
@@ -12818,7 +12822,7 @@ def test_the_track_time_of_the_speedrun_trains_in_turns(speedrun, monkeypatch):
     assert "0.750 of the time of tiny" in speedrun.describe(row)
 
 
-@pytest.mark.slow
+@long
 def test_a_speedrun_of_a_few_steps(tmp_path):
     """The command trains, evaluates and judges. A repeated command trains no seed again,
     and a changed entry is refused."""
