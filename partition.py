@@ -626,7 +626,8 @@ def read_checkpoint(folder, template, identity):
         if found != asked:
             raise UserError(
                 f"{folder} stores {name} as {found}, but your configuration asks for "
-                f"{asked}: use the configuration of the run that wrote this checkpoint."
+                f"{asked}: use the configuration of the run that wrote this checkpoint. "
+                f"If this run has a recipe file, name the file with --config."
             )
         verified = {}
         # Each device needs one slice of the array. JAX calls the lambda for each slice

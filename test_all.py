@@ -8404,6 +8404,11 @@ def test_the_suggested_command_trains_longer_without_a_jump(
         command = [line for line in lines if line.startswith("  python train.py")][-1]
         # The function `square` is known only if the recipe file is executed again.
         assert (f"--config {folder}/recipe.py" in command) == (name == "recipe")
+        if name == "recipe":
+            suggested = [line for line in lines if line.startswith("  python ")]
+            for line, main in zip(suggested[:2], (infer.main, evaluate.main)):
+                assert not main(shlex.split(line)[2:])
+            capsys.readouterr()
         assert train.main(shlex.split(command)[2:]) == 0
         resumed = name in ("constant", "recipe")
         rates = [

@@ -1812,9 +1812,13 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
             example = (
                 f"--input task:{next(iter(held_out), cfg.data.task)} --output o.jsonl"
             )
+        options = f"--run_dir {run_dir}"
+        if (run_dir / "recipe.py").exists():
+            # The model may need a function of the recipe file of the run.
+            options = f"--config {run_dir / 'recipe.py'} {options}"
         print(f"""Next:
-  python infer.py --run_dir {run_dir} {example}
-  python evaluate.py --run_dir {run_dir}
+  python infer.py {options} {example}
+  python evaluate.py {options}
   {longer_training(cfg, recipe, run_dir, source, step)}""")
     return 0
 
