@@ -250,6 +250,8 @@ def dense(x, w):
     return jnp.einsum("bqd,df->bqf", x, w, out_sharding=P(rows, None, columns))
 
 
+# In a profile and in --plan, the operations of this function get the label "norm".
+@jax.named_scope("norm")
 def rms_norm(x, scale):
     """Divide each vector by its root mean square, and multiply by a learned scale [D].
 
@@ -452,6 +454,7 @@ POSITIONS |= {
 }
 
 
+@jax.named_scope("attention")
 def position_bias(w, Q, K, bidirectional, cfg, shared=None):
     """Return the bias of the position encoding that --model.positions selects.
 
@@ -508,6 +511,7 @@ def join_heads(x):
     return x.reshape(B, Q, H * C, out_sharding=P(rows, None, heads))
 
 
+@jax.named_scope("attention")
 def keys_values(w, x, cfg, positions=None):
     """Project activations [B, K, D] to the keys and values of all heads.
 
@@ -539,7 +543,6 @@ def attend(q, k, v, bias, mask, form="auto"):
     return jnp.einsum("bhqk,bhkc->bhqc", probabilities, v)
 
 
-# In a profile, the operations of the function `attention` get the label "attention".
 @jax.named_scope("attention")
 def attention(w, x, kv, bias, mask, cfg, key=None, core=None, positions=None):
     """Compute multi-head attention and dropout, as in Vaswani et al. 2017.
@@ -644,6 +647,7 @@ def collect_losses():
 # ---- encoder and decoder ---------------------------------------------------------------
 
 
+@jax.named_scope("embedding")
 def embed(params, ids, cfg, key):
     """Look up the embedding vector of each token id, and apply dropout.
 
@@ -1148,6 +1152,7 @@ def copy_for_each_part(x):
 
 
 @tuned(position_bias)
+@jax.named_scope("attention")
 def position_bias(w, Q, K, bidirectional, cfg, shared=None):
     """Return the position bias with one copy for each part of the batch, [N, H, Q, K].
 

@@ -20,6 +20,7 @@ import os
 import statistics
 import subprocess
 import sys
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -196,11 +197,12 @@ def train_run(run_dir, settings, seed, *more):
     for name, value in settings.items():
         command += [f"--{name}", str(value)]
     log, started = run_dir.with_suffix(".log"), run_dir.with_suffix(".json")
-    text = json.dumps(command[1:])
+    # A changed recipe file also makes another run.
+    text = json.dumps([command[1:], zlib.crc32(Path(RECIPE).read_bytes())])
     if started.exists() and started.read_text() != text:
         raise UserError(
             f"The settings of {run_dir} have changed since this run began: remove "
-            f"{run_dir} and {started}, so that it is trained again."
+            f"{run_dir.parent}, so that its runs are trained again."
         )
     configs.write_file(started, text)
     steps = settings.get("train.steps", recipe().train.steps)
@@ -269,10 +271,8 @@ def separated(values, others):
 
 
 def show_mean(values):
-    """Return the mean of three seeds and their range as a text, such as "5.1 (4.9-5.4)"."""
-    digits = 3 if max(values) < 10 else 1
-    low, mean, high = min(values), statistics.mean(values), max(values)
-    return f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
+    """Return the mean and the range of the seeds, such as "5.100 (4.950 to 5.250)"."""
+    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def markdown(table, results):
