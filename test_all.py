@@ -6515,6 +6515,44 @@ def test_a_plan_for_other_machines(compiled, tmp_path):
     assert re.search(r"--model.remat full +[\d.]+ GB", out.stdout)
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_failed_plan_names_pip_only_if_libtpu_is_missing(
+    tmp_path, monkeypatch, installed
+):
+    """JAX first finds no libtpu, and then a libtpu that cannot be loaded."""
+    monkeypatch.setattr(train.jax.config, "update", lambda *_: None)
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "0")  # restored after the test
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "0")
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    if installed:
+        (tmp_path / "libtpu.py").write_text(f"get_library_path = lambda: '{tmp_path}'")
+        monkeypatch.delitem(sys.modules, "libtpu")
+        monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(configs.UserError, match="--plan v5e:2x4") as raised:
+        train.plan_mesh(configs.RECIPES["tiny"], "v5e:2x4")
+    assert ("pip install" in str(raised.value)) == (not installed)
+    assert ("topology does not exist" in str(raised.value)) == installed
+    assert "use --plan N" in str(raised.value)
+
+
+@slow
+def test_a_plan_does_not_need_the_lock_of_libtpu(compiled):
+    """Another process holds the lock, such as a training run on the TPU of the machine."""
+    pytest.importorskip("libtpu", reason="needs pip install '.[tpu]'")
+    flags = "--model.num_layers=1 --model.num_decoder_layers=1 --plan=v5e:2x4".split()
+    with contextlib.ExitStack() as stack:
+        # If these lines fail, a process of another user holds the lock, or owns the file.
+        with contextlib.suppress(BlockingIOError, PermissionError):
+            file = stack.enter_context(open("/tmp/libtpu_lockfile", "a"))
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status, out, err = finish(
+            start(compiled, *flags, JAX_DISABLE_MOST_OPTIMIZATIONS="false")
+        )
+    assert status == 0 and "time of a step, at least" in out, err
+
+
 # ---- partition: checkpoints ----------------------------------------------------------------------
 
 
