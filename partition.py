@@ -57,6 +57,7 @@ import numpy as np
 import safetensors.numpy
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import NamedSharding, P
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 import jaxlib._jax as runtime
 from jax.sharding import AxisType, get_abstract_mesh, get_mesh
@@ -761,9 +762,32 @@ def start_jax(cfg):
         all_processes_agree(True)
     # Cache compiled programs on disk, unless the user has already chosen a folder.
     if not jax.config.jax_compilation_cache_dir:
-        cache = os.path.expanduser("~/.cache/plain_t5/compiled")
-        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_compilation_cache_dir", HOME_CACHE)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+# By default, compiled programs are stored in this folder of the user's home directory.
+HOME_CACHE = os.path.expanduser("~/.cache/plain_t5/compiled")
+
+
+def share_compiled_programs(run_dir):
+    """Store the compiled programs of several processes in the folder `compiled` of a run.
+
+    JAX lets only process 0 write compiled programs to the cache. In a home directory that
+    the machines do not share, the other processes find no programs. Each restart of the
+    run would then wait until they have compiled all programs again. All processes can
+    read the run directory, which also survives the loss of a machine.
+
+    A cache that the user has chosen, and the cache of a single process, do not change.
+    """
+    if jax.process_count() == 1 or jax.config.jax_compilation_cache_dir != HOME_CACHE:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(run_dir / "compiled"))
+    if is_remote(run_dir):
+        # For a GPU, XLA also caches measured times of kernels in files beside the
+        # programs. XLA writes these files itself, and can write only local files.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    compilation_cache.reset_cache()  # JAX has already opened the old folder.
 
 
 def report_lost_process(*_):

@@ -8600,6 +8600,43 @@ def test_a_run_directory_may_be_remote(corpus, capsys, monkeypatch, tmp_path):
     assert (configs.to_path(place) / "eval" / "metrics.jsonl").exists()
 
 
+def test_several_processes_share_compiled_programs_in_a_remote_run(monkeypatch):
+    """A cache that the user has chosen and the cache of a single process do not move."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    for protocol in ("gs", "gcs"):
+        fsspec.register_implementation(protocol, MemoryFileSystem, clobber=True)
+    config = jax.config
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_enable_xla_caches",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_enable_compilation_cache",
+    )
+    before = {name: getattr(config, name) for name in names}
+    run_dir = configs.to_path("gs://shared/run")
+    try:
+        config.update("jax_enable_compilation_cache", True)
+        config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        for count, folder in (2, "chosen"), (1, partition.HOME_CACHE):
+            monkeypatch.setattr(partition.jax, "process_count", lambda: count)
+            config.update("jax_compilation_cache_dir", folder)
+            partition.share_compiled_programs(run_dir)
+            assert config.jax_compilation_cache_dir == folder
+        monkeypatch.setattr(partition.jax, "process_count", lambda: 2)
+        partition.share_compiled_programs(run_dir)
+        monkeypatch.undo()
+        # XLA cannot write its own cache of a GPU to a remote folder.
+        assert config.jax_persistent_cache_enable_xla_caches == "none"
+        jax.jit(lambda x: x * 48271 + 11).lower(3).compile()
+        names_of_files = [path.name for path in (run_dir / "compiled").iterdir()]
+        assert len(names_of_files) == 1 and names_of_files[0].startswith("jit__lambda")
+    finally:
+        for name, value in before.items():
+            config.update(name, value)
+        compilation_cache.reset_cache()
+
+
 # ---- bad input -----------------------------------------------------------------------------------
 
 
@@ -14677,8 +14714,11 @@ def spoken(out):
     return [line for line in out.splitlines() if "[Gloo]" not in line]
 
 
-def start_patched(compiled, patch, *argv, script="train"):
-    """Start a command whose process first runs `patch`, some lines of Python."""
+def start_patched(compiled, patch, *argv, script="train", **more):
+    """Start a command whose process first runs `patch`, some lines of Python.
+
+    more: environment variables.
+    """
     program = (
         f"import os, signal, sys\nimport configs, data, evaluate, infer, partition, train\n"
         f"def die(*_):\n    os.kill(os.getpid(), signal.SIGKILL)\n{patch}\n"
@@ -14688,6 +14728,7 @@ def start_patched(compiled, patch, *argv, script="train"):
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "PYTHONPATH": str(HERE),
+        **more,
     }
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, argv)],
@@ -14779,6 +14820,84 @@ def test_several_processes_train_one_run(corpus, compiled, tmp_path):
     found = json.loads((tmp_path / "eval/metrics.jsonl").read_text())
     assert found["training_eval/span_corruption/loss"] == pytest.approx(
         metrics_of(runs[4])[-1]["training_eval/span_corruption/loss"], rel=1e-3
+    )
+
+
+# This patch counts how many programs a process compiles, and how many it takes from the
+# cache. On a TPU or GPU, a program has the same name in the cache for all processes. On a
+# CPU, the name depends on the number of the process, so the patch removes this difference.
+# The patch also stores small programs, which JAX compiles in less than half a second. Small
+# programs that check the options, before the run directory is locked, are not counted.
+COUNT_PROGRAMS = """import collections, jax
+from jax._src.lib import xla_client
+def get_topology_for_devices(devices):
+    raise jax.errors.JaxRuntimeError("JAX uses only the kind of the devices")
+xla_client.get_topology_for_devices = get_topology_for_devices
+counts = collections.Counter()
+def count(event, **_):
+    counts[event.rpartition("/")[2]] += 1
+def share_compiled_programs(run_dir, old=partition.share_compiled_programs):
+    old(run_dir)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.monitoring.register_event_listener(count)
+def main(argv, old=train.main):
+    status = old(argv)
+    print("requests", counts["compile_requests_use_cache"], file=sys.stderr)
+    print("hits", counts["cache_hits"], file=sys.stderr)
+    return status
+partition.share_compiled_programs, train.main = share_compiled_programs, main
+"""
+
+
+@slow
+def test_the_second_start_of_several_processes_compiles_nothing(
+    corpus, compiled, tmp_path
+):
+    """Both starts resume at step 4, as after preemptions. Each machine is a new machine,
+    whose home directory is empty.
+    """
+    run_dir, found = tmp_path / "run", []
+    flags = flags_of(corpus, **{**SHORT, "train.save_every": 4, "train.eval_every": 8})
+    flags = ["--run_dir", run_dir, *flags]
+    assert finish(start(compiled, *flags, "--train.steps=4"))[0] == 0
+    for attempt in range(2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+        processes = []
+        for i in range(2):
+            home = tmp_path / f"home-{attempt}-{i}"
+            home.mkdir()
+            flags_of_process = [
+                "--train.steps=8",
+                f"--distributed.coordinator={coordinator}",
+                "--distributed.processes=2",
+                f"--distributed.process={i}",
+            ]
+            processes.append(
+                start_patched(
+                    "",
+                    COUNT_PROGRAMS,
+                    *flags,
+                    *flags_of_process,
+                    HOME=str(home),
+                    JAX_NUM_CPU_DEVICES="1",
+                )
+            )
+        results = finish_all(processes)
+        assert [status for status, *_ in results] == [0, 0], results
+        for _, _, err in results:
+            requests, hits = (
+                int(re.search(rf"{name} (\d+)", err)[1]) for name in ("requests", "hits")
+            )
+            found.append((requests, requests - hits))
+        assert (run_dir / "compiled").is_dir()
+        partition.remove_checkpoint(partition.Checkpoints(run_dir).path(8))
+    # Each pair has the number of programs and how many of them the process has compiled.
+    first, second = found[:2], found[2:]
+    assert all(compilations > 0 for _, compilations in first), found
+    assert all(programs > 3 and compilations == 0 for programs, compilations in second), (
+        found
     )
 
 

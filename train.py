@@ -1656,6 +1656,7 @@ def train(cfg, run_dir, recipe, config, source):
 
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
     lock = partition.run_on_all(lambda: lock_run(run_dir, checkpoints))
+    partition.share_compiled_programs(run_dir)
     with lock or contextlib.nullcontext():
         return train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock)
 
