@@ -300,27 +300,29 @@ def local_shards(tree):
     dimension, and data is a NumPy array. On a CPU, data is a view of the device's memory.
     On other devices, data is a copy. Training never changes the numbers in data.
     """
-    # Start to copy all arrays from the devices to the host in the background. The loop
+    # Several devices, also of other processes, can hold copies of the same shard. Write
+    # only copy number 0. Without FSDP, process 0 often holds all copies with number 0.
+    owned = [
+        (name, array.shape, shard)
+        for name, array in sorted(flatten(tree).items())
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
+    # Start to copy these shards from the devices to the host in the background. The loop
     # below then waits for the copy of one shard at a time.
-    jax.copy_to_host_async(tree)
-    for name, array in sorted(flatten(tree).items()):
-        for shard in array.addressable_shards:
-            # Several devices can hold copies of the same shard. Write only copy number 0.
-            if shard.replica_id != 0:
-                continue
-            bounds = [
-                index.indices(size)[:2] for index, size in zip(shard.index, array.shape)
-            ]
-            data = np.ascontiguousarray(shard.data)
-            if data.nbytes <= MAX_SHARD_BYTES:
-                yield name, bounds, data
-                continue
-            # This shard is larger than MAX_SHARD_BYTES, so split it into groups of rows.
-            rows = max(1, len(data) * MAX_SHARD_BYTES // data.nbytes)
-            for start in range(0, len(data), rows):
-                part = data[start : start + rows]
-                first = bounds[0][0] + start
-                yield name, [[first, first + len(part)], *bounds[1:]], part
+    jax.copy_to_host_async([shard.data for _, _, shard in owned])
+    for name, shape, shard in owned:
+        bounds = [index.indices(size)[:2] for index, size in zip(shard.index, shape)]
+        data = np.ascontiguousarray(shard.data)
+        if data.nbytes <= MAX_SHARD_BYTES:
+            yield name, bounds, data
+            continue
+        # This shard is larger than MAX_SHARD_BYTES, so split it into groups of rows.
+        rows = max(1, len(data) * MAX_SHARD_BYTES // data.nbytes)
+        for start in range(0, len(data), rows):
+            part = data[start : start + rows]
+            first = bounds[0][0] + start
+            yield name, [[first, first + len(part)], *bounds[1:]], part
 
 
 def write_shards(path, shards):

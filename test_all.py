@@ -14088,6 +14088,42 @@ def test_a_process_writes_each_array_shard_once(tmp_path, monkeypatch):
     assert all(type(number) is int for number in synced), "os.fsync needs a descriptor."
 
 
+def test_only_shards_that_are_written_are_copied_to_the_host(monkeypatch):
+    """Without FSDP, all processes hold the model. Only the process that writes a shard may
+    copy this shard, because a copy of the model takes time and memory.
+    """
+    mesh = partition.set_mesh(change(), jax.devices()[:4])
+    x = jax.device_put(np.ones((4, 3)), jax.NamedSharding(mesh, jax.P()))
+    assert sorted(shard.replica_id for shard in x.addressable_shards) == [0, 1, 2, 3]
+    copied = []
+    copy = jax.copy_to_host_async
+
+    def record(tree):
+        copied.extend(jax.tree.leaves(tree))
+        return copy(tree)
+
+    monkeypatch.setattr(partition.jax, "copy_to_host_async", record)
+    # The first process holds the devices 0 and 1, and the second one the devices 2 and 3.
+    for devices, expected in ({0, 1}, [0]), ({2, 3}, []):
+
+        class OtherProcess:
+            shape = x.shape
+            addressable_shards = [
+                shard for shard in x.addressable_shards if shard.device.id in devices
+            ]
+
+            def copy_to_host_async(self):
+                raise AssertionError("The whole array should not be copied.")
+
+        copied.clear()
+        shards = list(partition.local_shards({"a": OtherProcess()}))
+        assert len(shards) == len(expected), "Copy number 0 of a shard should be written."
+        ids = [device.id for leaf in copied for device in leaf.devices()]
+        assert ids == expected, (
+            "Only copy number 0 of a shard should be copied to the host."
+        )
+
+
 def test_a_process_waits_for_the_files_of_others_and_removes_old_ones(tmp_path):
     path = tmp_path / "index.json"
     threading.Timer(0.2, lambda: path.write_text("here")).start()
