@@ -6753,6 +6753,41 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys, one_device, damage, s
     assert checkpoints.steps() == [2] and partition.verify(folder) == []
 
 
+def test_verify_reads_shards_in_parallel_and_reports_damage_in_order(
+    tmp_path, monkeypatch, capsys
+):
+    """The first shard waits until the second shard has been checked, and is still reported
+    first.
+    """
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    checkpoints.save({name: jnp.full(3, 7) for name in "abcdefghijkl"}, 1)
+    (file,) = checkpoints.path(1).glob("*.msgpack")
+    content = file.read_bytes()
+    file.write_bytes(bytes(byte ^ 255 for byte in content))
+    read, second_is_read = partition.read_shard, threading.Event()
+    arrays = partition.read_manifest(checkpoints.path(1))["arrays"]
+    offsets = [array["pieces"][0]["offset"] for array in arrays.values()]
+
+    def read_shard(folder, entry, dtype):
+        if entry["offset"] == offsets[0]:
+            assert second_is_read.wait(60), "The shards should be read in parallel."
+        try:
+            return read(folder, entry, dtype)
+        finally:
+            if entry["offset"] == offsets[1]:
+                second_is_read.set()
+
+    monkeypatch.setattr(partition, "read_shard", read_shard)
+    expected = [
+        f"{name}: {file} is damaged or too short after byte {offset}"
+        for name, offset in zip("abcdefghijkl", offsets, strict=True)
+    ]
+    assert partition.main(["--verify", str(checkpoints.path(1))]) == 1
+    assert capsys.readouterr().out.splitlines() == expected
+    file.write_bytes(content)
+    assert partition.verify(checkpoints.path(1)) == []
+
+
 def test_a_run_without_a_valid_checkpoint_does_not_start_again(tmp_path, one_device):
     """If every checkpoint is damaged, load raises an error instead of returning None."""
     checkpoints = partition.Checkpoints(tmp_path, keep=1, background=False)
