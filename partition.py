@@ -57,6 +57,7 @@ import numpy as np
 import safetensors.numpy
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import NamedSharding, P
+from jax.experimental.compilation_cache import compilation_cache
 from jax.experimental.multihost_utils import broadcast_one_to_all, process_allgather
 import jaxlib._jax as runtime
 from jax.sharding import AxisType, get_abstract_mesh, get_mesh
@@ -299,27 +300,29 @@ def local_shards(tree):
     dimension, and data is a NumPy array. On a CPU, data is a view of the device's memory.
     On other devices, data is a copy. Training never changes the numbers in data.
     """
-    # Start to copy all arrays from the devices to the host in the background. The loop
+    # Several devices, also of other processes, can hold copies of the same shard. Write
+    # only copy number 0. Without FSDP, process 0 often holds all copies with number 0.
+    owned = [
+        (name, array.shape, shard)
+        for name, array in sorted(flatten(tree).items())
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
+    # Start to copy these shards from the devices to the host in the background. The loop
     # below then waits for the copy of one shard at a time.
-    jax.copy_to_host_async(tree)
-    for name, array in sorted(flatten(tree).items()):
-        for shard in array.addressable_shards:
-            # Several devices can hold copies of the same shard. Write only copy number 0.
-            if shard.replica_id != 0:
-                continue
-            bounds = [
-                index.indices(size)[:2] for index, size in zip(shard.index, array.shape)
-            ]
-            data = np.ascontiguousarray(shard.data)
-            if data.nbytes <= MAX_SHARD_BYTES:
-                yield name, bounds, data
-                continue
-            # This shard is larger than MAX_SHARD_BYTES, so split it into groups of rows.
-            rows = max(1, len(data) * MAX_SHARD_BYTES // data.nbytes)
-            for start in range(0, len(data), rows):
-                part = data[start : start + rows]
-                first = bounds[0][0] + start
-                yield name, [[first, first + len(part)], *bounds[1:]], part
+    jax.copy_to_host_async([shard.data for _, _, shard in owned])
+    for name, shape, shard in owned:
+        bounds = [index.indices(size)[:2] for index, size in zip(shard.index, shape)]
+        data = np.ascontiguousarray(shard.data)
+        if data.nbytes <= MAX_SHARD_BYTES:
+            yield name, bounds, data
+            continue
+        # This shard is larger than MAX_SHARD_BYTES, so split it into groups of rows.
+        rows = max(1, len(data) * MAX_SHARD_BYTES // data.nbytes)
+        for start in range(0, len(data), rows):
+            part = data[start : start + rows]
+            first = bounds[0][0] + start
+            yield name, [[first, first + len(part)], *bounds[1:]], part
 
 
 def write_shards(path, shards):
@@ -762,9 +765,32 @@ def start_jax(cfg):
         all_processes_agree(True)
     # Cache compiled programs on disk, unless the user has already chosen a folder.
     if not jax.config.jax_compilation_cache_dir:
-        cache = os.path.expanduser("~/.cache/plain_t5/compiled")
-        jax.config.update("jax_compilation_cache_dir", cache)
+        jax.config.update("jax_compilation_cache_dir", HOME_CACHE)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+# By default, compiled programs are stored in this folder of the user's home directory.
+HOME_CACHE = os.path.expanduser("~/.cache/plain_t5/compiled")
+
+
+def share_compiled_programs(run_dir):
+    """Store the compiled programs of several processes in the folder `compiled` of a run.
+
+    JAX lets only process 0 write compiled programs to the cache. In a home directory that
+    the machines do not share, the other processes find no programs. Each restart of the
+    run would then wait until they have compiled all programs again. All processes can
+    read the run directory, which also survives the loss of a machine.
+
+    A cache that the user has chosen, and the cache of a single process, do not change.
+    """
+    if jax.process_count() == 1 or jax.config.jax_compilation_cache_dir != HOME_CACHE:
+        return
+    jax.config.update("jax_compilation_cache_dir", str(run_dir / "compiled"))
+    if is_remote(run_dir):
+        # For a GPU, XLA also caches measured times of kernels in files beside the
+        # programs. XLA writes these files itself, and can write only local files.
+        jax.config.update("jax_persistent_cache_enable_xla_caches", "none")
+    compilation_cache.reset_cache()  # JAX has already opened the old folder.
 
 
 def report_lost_process(*_):
@@ -1517,14 +1543,24 @@ def verify(folder):
 
     If the list is empty, the checkpoint is valid.
     """
-    problems = []
-    for name, array in read_manifest(folder)["arrays"].items():
-        for entry in array["pieces"]:
-            try:
-                read_shard(folder, entry, array["dtype"])
-            except CheckpointError as error:
-                problems.append(f"{name}: {error}")
-    return problems
+    shards = [
+        (name, array["dtype"], entry)
+        for name, array in read_manifest(folder)["arrays"].items()
+        for entry in array["pieces"]
+    ]
+
+    def check(shard):
+        name, dtype, entry = shard
+        try:
+            read_shard(folder, entry, dtype)
+        except CheckpointError as error:
+            return f"{name}: {error}"
+
+    # Read several shards at the same time, because one thread does not use the full speed
+    # of a disk or network. Each thread needs memory for one shard of a remote file, so
+    # use only 8 threads. The method map returns the results in the order of the shards.
+    with ThreadPoolExecutor(8) as threads:
+        return [problem for problem in threads.map(check, shards) if problem]
 
 
 def main(argv):

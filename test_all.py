@@ -6519,6 +6519,44 @@ def test_a_plan_for_other_machines(compiled, tmp_path):
     assert re.search(r"--model.remat full +[\d.]+ GB", out.stdout)
 
 
+@pytest.mark.parametrize("installed", [False, True])
+def test_a_failed_plan_names_pip_only_if_libtpu_is_missing(
+    tmp_path, monkeypatch, installed
+):
+    """JAX first finds no libtpu, and then a libtpu that cannot be loaded."""
+    monkeypatch.setattr(train.jax.config, "update", lambda *_: None)
+    monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "0")  # restored after the test
+    monkeypatch.setenv("TPU_WORKER_HOSTNAMES", "")
+    monkeypatch.setenv("ALLOW_MULTIPLE_LIBTPU_LOAD", "0")
+    monkeypatch.delenv("TPU_LIBRARY_PATH", raising=False)
+    monkeypatch.setitem(sys.modules, "libtpu", None)
+    if installed:
+        (tmp_path / "libtpu.py").write_text(f"get_library_path = lambda: '{tmp_path}'")
+        monkeypatch.delitem(sys.modules, "libtpu")
+        monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(configs.UserError, match="--plan v5e:2x4") as raised:
+        train.plan_mesh(configs.RECIPES["tiny"], "v5e:2x4")
+    assert ("pip install" in str(raised.value)) == (not installed)
+    assert ("topology does not exist" in str(raised.value)) == installed
+    assert "use --plan N" in str(raised.value)
+
+
+@slow
+def test_a_plan_does_not_need_the_lock_of_libtpu(compiled):
+    """Another process holds the lock, such as a training run on the TPU of the machine."""
+    pytest.importorskip("libtpu", reason="needs pip install '.[tpu]'")
+    flags = "--model.num_layers=1 --model.num_decoder_layers=1 --plan=v5e:2x4".split()
+    with contextlib.ExitStack() as stack:
+        # If these lines fail, a process of another user holds the lock, or owns the file.
+        with contextlib.suppress(BlockingIOError, PermissionError):
+            file = stack.enter_context(open("/tmp/libtpu_lockfile", "a"))
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        status, out, err = finish(
+            start(compiled, *flags, JAX_DISABLE_MOST_OPTIMIZATIONS="false")
+        )
+    assert status == 0 and "time of a step, at least" in out, err
+
+
 # ---- partition: checkpoints ----------------------------------------------------------------------
 
 
@@ -6717,6 +6755,41 @@ def test_a_damaged_checkpoint_is_skipped(tmp_path, capsys, one_device, damage, s
     # Saving the step again replaces the damaged checkpoint.
     partition.Checkpoints(tmp_path, keep=1, background=False).save(some_arrays(2), 2)
     assert checkpoints.steps() == [2] and partition.verify(folder) == []
+
+
+def test_verify_reads_shards_in_parallel_and_reports_damage_in_order(
+    tmp_path, monkeypatch, capsys
+):
+    """The first shard waits until the second shard has been checked, and is still reported
+    first.
+    """
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    checkpoints.save({name: jnp.full(3, 7) for name in "abcdefghijkl"}, 1)
+    (file,) = checkpoints.path(1).glob("*.msgpack")
+    content = file.read_bytes()
+    file.write_bytes(bytes(byte ^ 255 for byte in content))
+    read, second_is_read = partition.read_shard, threading.Event()
+    arrays = partition.read_manifest(checkpoints.path(1))["arrays"]
+    offsets = [array["pieces"][0]["offset"] for array in arrays.values()]
+
+    def read_shard(folder, entry, dtype):
+        if entry["offset"] == offsets[0]:
+            assert second_is_read.wait(60), "The shards should be read in parallel."
+        try:
+            return read(folder, entry, dtype)
+        finally:
+            if entry["offset"] == offsets[1]:
+                second_is_read.set()
+
+    monkeypatch.setattr(partition, "read_shard", read_shard)
+    expected = [
+        f"{name}: {file} is damaged or too short after byte {offset}"
+        for name, offset in zip("abcdefghijkl", offsets, strict=True)
+    ]
+    assert partition.main(["--verify", str(checkpoints.path(1))]) == 1
+    assert capsys.readouterr().out.splitlines() == expected
+    file.write_bytes(content)
+    assert partition.verify(checkpoints.path(1)) == []
 
 
 def test_a_run_without_a_valid_checkpoint_does_not_start_again(tmp_path, one_device):
@@ -8569,6 +8642,43 @@ def test_a_run_directory_may_be_remote(corpus, capsys, monkeypatch, tmp_path):
         status, out, err = run(module, capsys, monkeypatch, "--run_dir", place, *text)
         assert status == 0 and out, err
     assert (configs.to_path(place) / "eval" / "metrics.jsonl").exists()
+
+
+def test_several_processes_share_compiled_programs_in_a_remote_run(monkeypatch):
+    """A cache that the user has chosen and the cache of a single process do not move."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    for protocol in ("gs", "gcs"):
+        fsspec.register_implementation(protocol, MemoryFileSystem, clobber=True)
+    config = jax.config
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_enable_xla_caches",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_enable_compilation_cache",
+    )
+    before = {name: getattr(config, name) for name in names}
+    run_dir = configs.to_path("gs://shared/run")
+    try:
+        config.update("jax_enable_compilation_cache", True)
+        config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        for count, folder in (2, "chosen"), (1, partition.HOME_CACHE):
+            monkeypatch.setattr(partition.jax, "process_count", lambda: count)
+            config.update("jax_compilation_cache_dir", folder)
+            partition.share_compiled_programs(run_dir)
+            assert config.jax_compilation_cache_dir == folder
+        monkeypatch.setattr(partition.jax, "process_count", lambda: 2)
+        partition.share_compiled_programs(run_dir)
+        monkeypatch.undo()
+        # XLA cannot write its own cache of a GPU to a remote folder.
+        assert config.jax_persistent_cache_enable_xla_caches == "none"
+        jax.jit(lambda x: x * 48271 + 11).lower(3).compile()
+        names_of_files = [path.name for path in (run_dir / "compiled").iterdir()]
+        assert len(names_of_files) == 1 and names_of_files[0].startswith("jit__lambda")
+    finally:
+        for name, value in before.items():
+            config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 # ---- bad input -----------------------------------------------------------------------------------
@@ -14147,6 +14257,42 @@ def test_a_process_writes_each_array_shard_once(tmp_path, monkeypatch):
     assert all(type(number) is int for number in synced), "os.fsync needs a descriptor."
 
 
+def test_only_shards_that_are_written_are_copied_to_the_host(monkeypatch):
+    """Without FSDP, all processes hold the model. Only the process that writes a shard may
+    copy this shard, because a copy of the model takes time and memory.
+    """
+    mesh = partition.set_mesh(change(), jax.devices()[:4])
+    x = jax.device_put(np.ones((4, 3)), jax.NamedSharding(mesh, jax.P()))
+    assert sorted(shard.replica_id for shard in x.addressable_shards) == [0, 1, 2, 3]
+    copied = []
+    copy = jax.copy_to_host_async
+
+    def record(tree):
+        copied.extend(jax.tree.leaves(tree))
+        return copy(tree)
+
+    monkeypatch.setattr(partition.jax, "copy_to_host_async", record)
+    # The first process holds the devices 0 and 1, and the second one the devices 2 and 3.
+    for devices, expected in ({0, 1}, [0]), ({2, 3}, []):
+
+        class OtherProcess:
+            shape = x.shape
+            addressable_shards = [
+                shard for shard in x.addressable_shards if shard.device.id in devices
+            ]
+
+            def copy_to_host_async(self):
+                raise AssertionError("The whole array should not be copied.")
+
+        copied.clear()
+        shards = list(partition.local_shards({"a": OtherProcess()}))
+        assert len(shards) == len(expected), "Copy number 0 of a shard should be written."
+        ids = [device.id for leaf in copied for device in leaf.devices()]
+        assert ids == expected, (
+            "Only copy number 0 of a shard should be copied to the host."
+        )
+
+
 def test_a_process_waits_for_the_files_of_others_and_removes_old_ones(tmp_path):
     path = tmp_path / "index.json"
     threading.Timer(0.2, lambda: path.write_text("here")).start()
@@ -14773,8 +14919,11 @@ def spoken(out):
     return [line for line in out.splitlines() if "[Gloo]" not in line]
 
 
-def start_patched(compiled, patch, *argv, script="train"):
-    """Start a command whose process first runs `patch`, some lines of Python."""
+def start_patched(compiled, patch, *argv, script="train", **more):
+    """Start a command whose process first runs `patch`, some lines of Python.
+
+    more: environment variables.
+    """
     program = (
         f"import os, signal, sys\nimport configs, data, evaluate, infer, partition, train\n"
         f"def die(*_):\n    os.kill(os.getpid(), signal.SIGKILL)\n{patch}\n"
@@ -14784,6 +14933,7 @@ def start_patched(compiled, patch, *argv, script="train"):
         "JAX_PLATFORMS": "cpu",
         "JAX_COMPILATION_CACHE_DIR": str(compiled),
         "PYTHONPATH": str(HERE),
+        **more,
     }
     return subprocess.Popen(
         [sys.executable, "-c", program, *map(str, argv)],
@@ -14875,6 +15025,84 @@ def test_several_processes_train_one_run(corpus, compiled, tmp_path):
     found = json.loads((tmp_path / "eval/metrics.jsonl").read_text())
     assert found["training_eval/span_corruption/loss"] == pytest.approx(
         metrics_of(runs[4])[-1]["training_eval/span_corruption/loss"], rel=1e-3
+    )
+
+
+# This patch counts how many programs a process compiles, and how many it takes from the
+# cache. On a TPU or GPU, a program has the same name in the cache for all processes. On a
+# CPU, the name depends on the number of the process, so the patch removes this difference.
+# The patch also stores small programs, which JAX compiles in less than half a second. Small
+# programs that check the options, before the run directory is locked, are not counted.
+COUNT_PROGRAMS = """import collections, jax
+from jax._src.lib import xla_client
+def get_topology_for_devices(devices):
+    raise jax.errors.JaxRuntimeError("JAX uses only the kind of the devices")
+xla_client.get_topology_for_devices = get_topology_for_devices
+counts = collections.Counter()
+def count(event, **_):
+    counts[event.rpartition("/")[2]] += 1
+def share_compiled_programs(run_dir, old=partition.share_compiled_programs):
+    old(run_dir)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.monitoring.register_event_listener(count)
+def main(argv, old=train.main):
+    status = old(argv)
+    print("requests", counts["compile_requests_use_cache"], file=sys.stderr)
+    print("hits", counts["cache_hits"], file=sys.stderr)
+    return status
+partition.share_compiled_programs, train.main = share_compiled_programs, main
+"""
+
+
+@slow
+def test_the_second_start_of_several_processes_compiles_nothing(
+    corpus, compiled, tmp_path
+):
+    """Both starts resume at step 4, as after preemptions. Each machine is a new machine,
+    whose home directory is empty.
+    """
+    run_dir, found = tmp_path / "run", []
+    flags = flags_of(corpus, **{**SHORT, "train.save_every": 4, "train.eval_every": 8})
+    flags = ["--run_dir", run_dir, *flags]
+    assert finish(start(compiled, *flags, "--train.steps=4"))[0] == 0
+    for attempt in range(2):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
+        processes = []
+        for i in range(2):
+            home = tmp_path / f"home-{attempt}-{i}"
+            home.mkdir()
+            flags_of_process = [
+                "--train.steps=8",
+                f"--distributed.coordinator={coordinator}",
+                "--distributed.processes=2",
+                f"--distributed.process={i}",
+            ]
+            processes.append(
+                start_patched(
+                    "",
+                    COUNT_PROGRAMS,
+                    *flags,
+                    *flags_of_process,
+                    HOME=str(home),
+                    JAX_NUM_CPU_DEVICES="1",
+                )
+            )
+        results = finish_all(processes)
+        assert [status for status, *_ in results] == [0, 0], results
+        for _, _, err in results:
+            requests, hits = (
+                int(re.search(rf"{name} (\d+)", err)[1]) for name in ("requests", "hits")
+            )
+            found.append((requests, requests - hits))
+        assert (run_dir / "compiled").is_dir()
+        partition.remove_checkpoint(partition.Checkpoints(run_dir).path(8))
+    # Each pair has the number of programs and how many of them the process has compiled.
+    first, second = found[:2], found[2:]
+    assert all(compilations > 0 for _, compilations in first), found
+    assert all(programs > 3 and compilations == 0 for programs, compilations in second), (
+        found
     )
 
 

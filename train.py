@@ -22,6 +22,7 @@ Example: T5's learning rate is constant for 10,000 steps and then falls as 1 / s
 import contextlib
 import ctypes
 import fnmatch
+import importlib.util
 import json
 import math
 import os
@@ -1655,6 +1656,7 @@ def train(cfg, run_dir, recipe, config, source):
 
     checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
     lock = partition.run_on_all(lambda: lock_run(run_dir, checkpoints))
+    partition.share_compiled_programs(run_dir)
     with lock or contextlib.nullcontext():
         return train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock)
 
@@ -2128,19 +2130,27 @@ def plan_mesh(cfg, where):
     from jax.experimental import topologies
 
     # The library libtpu contains the TPU compiler. Keep libtpu from searching for a TPU
-    # on this machine.
-    os.environ.update(TPU_SKIP_MDS_QUERY="1", TPU_WORKER_HOSTNAMES="localhost")
+    # on this machine. By default, libtpu also locks a file, so that only one process uses
+    # the TPU. A plan uses no TPU, so turn this lock off. Otherwise, the plan would fail
+    # beside a training run or another plan, which holds the lock.
+    os.environ.update(
+        TPU_SKIP_MDS_QUERY="1",
+        TPU_WORKER_HOSTNAMES="localhost",
+        ALLOW_MULTIPLE_LIBTPU_LOAD="1",
+    )
     chips = {"chip_config_name": "megacore"} if where.startswith("v4") else {}
     try:
         devices = topologies.get_topology_desc(where, "tpu", **chips).devices
     # Catch exceptions of any type. If libtpu is missing or fails, get_topology_desc can
     # raise exceptions of many different types.
     except Exception as error:
+        advice = "If this TPU topology does not exist, choose another one."
+        if not importlib.util.find_spec("libtpu"):
+            advice = "First run pip install '.[tpu]' on Linux."
         raise UserError(
             f"JAX cannot simulate the devices of --plan {where} "
-            f"({str(error).splitlines()[0]:.120}). For a TPU topology such as v5e:2x4, "
-            f"first run pip install '.[tpu]' on Linux. For N devices of any kind, use "
-            f"--plan N."
+            f"({str(error).splitlines()[0]:.120}). {advice} For N devices of any kind, "
+            f"use --plan N."
         ) from error
     return partition.set_mesh(cfg, devices)
 
