@@ -1492,7 +1492,8 @@ def part_of_step(line):
         return "copies"
     if "jvp" not in path[1]:
         return "optimizer"
-    name = re.search(r"[/(](attention|mlp|logits and loss)[/)]", path[1])
+    labels = "attention|mlp|norm|embedding|logits and loss"
+    name = re.search(f"[/(]({labels})[/)]", path[1])
     part = name[1] if name else "the rest"
     if "rematted" in path[1]:
         part += ", again"

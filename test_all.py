@@ -6440,6 +6440,7 @@ ENTRY %main (p: f32[2]) -> f32[2] {{
   %while.1 = f32[2] while(%p), condition=%c, body=%body, known_trip_count":{{"n":"3"}}
   %all-reduce.1 = (f32[4], f32[2,2]) all-reduce(%p), attributes={{n="all-gather-start.1"}}
   %fusion.4 = f32[2] fusion(%p), {priced.format("sub")}
+  %fusion.5 = f32[2] fusion(%p), {priced.format("jvp()/closed_call/norm/mul")}
   %kernel.1 = f32[2] custom-call(%p), custom_call_target="tpu_custom_call", \
 metadata={{op_name="jit(step)/jvp()/attention/pallas_call"}}, \
 backend_config={{"cost_estimate":{{"flops":"480000","transcendentals":"3"}}}}
@@ -6451,6 +6452,7 @@ backend_config={{"cost_estimate":{{"flops":"480000","transcendentals":"3"}}}}
         "attention, gradient": 1500,
         "optimizer": 500,
         "attention": kernel,
+        "norm": 500,
     }
     assert counts == {"reduce-scatter": 3, "collectives, overlapped": 3, "all-reduce": 1}
     assert sent == {
