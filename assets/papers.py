@@ -110,10 +110,10 @@ TABLES = {
         "Raffel et al. 2020, tables 4 and 7",
         TASK_SCORES,
         {
-            BASELINE: ("span corruption (T5)", 83.49, 81.84, 72.53),
-            "BERT-style": ("BERT-style", 82.96, 80.65, 69.85),
-            "prefix LM": ("prefix language modeling", 80.69, 77.99, 65.27),
-            "deshuffling": ("deshuffling", 73.17, 67.61, 58.47),
+            BASELINE: ("span corruption (T5)", "83.49", "81.84", "72.53"),
+            "BERT-style": ("BERT-style", "82.96", "80.65", "69.85"),
+            "prefix LM": ("prefix language modeling", "80.69", "77.99", "65.27"),
+            "deshuffling": ("deshuffling", "73.17", "67.61", "58.47"),
         },
         OURS,
     ),
@@ -122,10 +122,10 @@ TABLES = {
         "Raffel et al. 2020, table 6, for single corrupted tokens instead of spans",
         TASK_SCORES,
         {
-            "rate 10 %": ("10 %", 82.82, 80.38, 69.55),
-            BASELINE: ("15 % (T5)", 83.28, 80.88, 71.36),
-            "rate 25 %": ("25 %", 83.00, 80.96, 70.48),
-            "rate 50 %": ("50 %", 81.27, 79.80, 70.33),
+            "rate 10 %": ("10 %", "82.82", "80.38", "69.55"),
+            BASELINE: ("15 % (T5)", "83.28", "80.88", "71.36"),
+            "rate 25 %": ("25 %", "83.00", "80.96", "70.48"),
+            "rate 50 %": ("50 %", "81.27", "79.80", "70.33"),
         },
         (*OURS, "loss"),
     ),
@@ -134,10 +134,10 @@ TABLES = {
         "Raffel et al. 2020, table 7",
         TASK_SCORES,
         {
-            "span length 2": ("2", 83.54, 82.09, 72.20),
-            BASELINE: ("3 (T5)", 83.49, 81.84, 72.53),
-            "span length 5": ("5", 83.40, 82.05, 72.23),
-            "span length 10": ("10", 82.85, 81.84, 70.44),
+            "span length 2": ("2", "83.54", "82.09", "72.20"),
+            BASELINE: ("3 (T5)", "83.49", "81.84", "72.53"),
+            "span length 5": ("5", "83.40", "82.05", "72.23"),
+            "span length 10": ("10", "82.85", "81.84", "70.44"),
         },
         (*OURS, "loss"),
     ),
@@ -146,14 +146,14 @@ TABLES = {
         "Shazeer 2020, table 1: held-out log-perplexity after 65,536 steps",
         ("log-perplexity",),
         {
-            "ReLU": ("ReLU", 1.997),
-            "GELU": ("GELU", 1.983),
-            "Swish": ("Swish", 1.994),
-            "GLU": ("GLU (sigmoid)", 1.982),
-            "Bilinear": ("Bilinear", 1.960),
-            BASELINE: ("GEGLU (T5 1.1)", 1.942),
-            "SwiGLU": ("SwiGLU", 1.944),
-            "ReGLU": ("ReGLU", 1.953),
+            "ReLU": ("ReLU", "1.997"),
+            "GELU": ("GELU", "1.983"),
+            "Swish": ("Swish", "1.994"),
+            "GLU": ("GLU (sigmoid)", "1.982"),
+            "Bilinear": ("Bilinear", "1.960"),
+            BASELINE: ("GEGLU (T5 1.1)", "1.942"),
+            "SwiGLU": ("SwiGLU", "1.944"),
+            "ReGLU": ("ReGLU", "1.953"),
         },
         ("loss",),
     ),
@@ -162,8 +162,8 @@ TABLES = {
         "Nawrot 2023 (nanoT5): held-out loss of T5 base after 65,536 steps",
         ("loss of the paper",),
         {
-            BASELINE: ("Adafactor (T5)", 1.993),
-            "RMS-scaled AdamW": ("RMS-scaled AdamW", 1.953),
+            BASELINE: ("Adafactor (T5)", "1.993"),
+            "RMS-scaled AdamW": ("RMS-scaled AdamW", "1.953"),
             "AdamW": ("AdamW", "diverges"),
             "Lion": ("Lion", "not better"),
             "Muon": ("Muon", ""),
@@ -175,8 +175,8 @@ TABLES = {
         "Raffel et al. 2020, table 1",
         TASK_SCORES,
         {
-            BASELINE: ("pretrained", 83.28, 80.88, 71.36),
-            "no pretraining": ("no pretraining", 66.22, 50.31, 53.04),
+            BASELINE: ("pretrained", "83.28", "80.88", "71.36"),
+            "no pretraining": ("no pretraining", "66.22", "50.31", "53.04"),
         },
         OURS,
     ),
@@ -288,7 +288,7 @@ def markdown(table, results):
         "|---" * (1 + len(table.paper_columns) + len(table.measures)) + "|",
     ]
     for entry, (title, *figures) in table.rows.items():
-        cells = [title, *map(str, figures)]
+        cells = [title, *figures]
         for name in table.measures:
             ours = [results[entry, seed][name] for seed in SEEDS]
             baseline = [results[BASELINE, seed][name] for seed in SEEDS]
