@@ -327,8 +327,8 @@ def draw(results, path):
     import matplotlib
 
     matplotlib.use("agg")
-    # The same results give the same file.
-    matplotlib.rcParams["svg.hashsalt"] = "plain T5"
+    # The same results give the same file, and text stays text.
+    matplotlib.rcParams.update({"svg.hashsalt": "plain T5", "svg.fonttype": "none"})
     import matplotlib.pyplot as plt
 
     figure, panels = plt.subplots(3, 2, figsize=(10, 9), layout="constrained")
@@ -345,9 +345,9 @@ def draw(results, path):
         panel.set_ylim(len(table.rows) - 0.5, -0.5)
         panel.set_title(table.title, fontsize=11)
         if measure == "loss":
-            panel.set_xlabel("held-out loss of span corruption (nats per content token)")
+            panel.set_xlabel("loss of span corruption (nats per content token)")
         else:
-            panel.set_xlabel("held-out loss of three tasks (nats per target token)")
+            panel.set_xlabel("loss of three tasks (nats per target token)")
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
 
