@@ -2630,7 +2630,7 @@ CORPORA = {
 }
 
 
-@slow
+@long
 @pytest.mark.parametrize("kind", CORPORA)
 def test_each_kind_of_corpus_reaches_its_first_training_step(
     kind, tmp_path, monkeypatch, one_device, capsys
@@ -14780,7 +14780,7 @@ def test_every_function_above_a_banner_is_an_exercise():
             assert test.partition("[")[0] in globals(), f"{name} names the test {test}."
 
 
-@slow
+@long
 def test_an_exercise_is_blanked_tested_and_solved(tmp_path, capfd):
     """The blank function fails its tests, and the original function passes them."""
     name, folder = "data.is_content", tmp_path / "data.is_content"
