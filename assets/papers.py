@@ -1,11 +1,11 @@
-"""Train the tiny T5 in the variants that four papers compare, and make their tables.
+"""Train the tiny T5 in the variants that three papers compare, and make tables of them.
 
 The papers compare pretraining objectives (Raffel et al. 2020), gated MLPs (Shazeer 2020)
 and optimizers (Nawrot 2023), with large models. This command compares the same variants
 with `tiny`, the text of the speedrun and three seeds.
 
     python assets/papers.py objectives      make one table
-    python assets/papers.py                 make all tables and pictures
+    python assets/papers.py                 make all tables and the picture
 
 Each run trains in runs/papers. A command that was stopped continues when it is repeated,
 because finished runs are not trained again. The results are exact: each run uses one
