@@ -691,8 +691,8 @@ def score(params, batch, cfg):
     batch: a data.Batch with one example in each row.
     cfg: a ModelConfig.
     """
-    logits = model.forward(params, batch, cfg)
-    cross_entropy, *_ = model.cross_entropy(logits, batch.targets)
+    x, w = model.output_layer(params, cfg, model.decoder_output(params, batch, cfg))
+    cross_entropy, *_ = model.output_losses(x, w, batch.targets)
     return -jnp.sum(cross_entropy * (batch.target_segments > 0), axis=1)
 
 

@@ -5163,6 +5163,9 @@ def test_tuned_forms_equal_the_plain_equations(positions, dtype, side, monkeypat
     def loss(params, batch):
         return model.loss_fn(params, batch, cfg, jax.random.key(3))
 
+    # Compute the loss in two complete chunks of the vocabulary and a smaller one.
+    monkeypatch.setattr(model, "chunk_size", lambda V: V * 2 // 5)
+
     def loss_and_gradients(tuned, platform):
         monkeypatch.setattr(model, "TUNED", tuned)
         monkeypatch.setattr(partition, "platform", lambda: platform)
@@ -5537,18 +5540,30 @@ def test_label_smoothing_is_the_kl_divergence_from_the_smoothed_target():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_a_vocabulary_split_over_devices_gives_the_plain_loss(smoothing):
-    """On a 2 x 4 mesh, losses, gradients and ties are equal, and only [B, T] sums are
-    exchanged."""
-    mesh = partition.set_mesh(change(mesh=dict(model=4)), jax.devices())
+@pytest.mark.parametrize("side, size", [(1, 32), (1, 10), (4, 8), (4, 3)])
+def test_the_loss_in_chunks_of_the_vocabulary_is_the_plain_loss(
+    side, size, smoothing, monkeypatch
+):
+    """Losses, gradients and ties are equal with one chunk, with several chunks of which
+    the last is smaller, on one device, and on a 2 x 4 mesh that splits the vocabulary.
+    """
+    monkeypatch.setattr(model, "chunk_size", lambda V: size)
+    devices = jax.devices()[: 2 * side if side > 1 else 1]
+    mesh = partition.set_mesh(change(mesh=dict(model=side)), devices)
     rng = np.random.default_rng(0)
-    logits = np.float32(4 * rng.standard_normal((4, 5, 32)))
-    # The largest logit is on two devices. The first column counts, as in argmax.
-    logits[0, :, [3, 20]] = 20
+    # The rows of x are the unit vectors, so that w contains the logits.
+    x = np.eye(20, dtype=np.float32).reshape(4, 5, 20)
+    w = np.float32(4 * rng.standard_normal((20, 32)))
+    # The largest logit occurs twice, in two chunks and on two devices. Like argmax, take
+    # the first one. Another row has two equal logits in the same chunk.
+    w[:5, [3, 20]] = 20
+    w[5, [8, 9]] = 20
     targets = rng.integers(0, 32, (4, 5))
     targets[0, :2] = 3, 20
+    targets[1, 0] = 8
 
-    def plain(logits, targets):
+    def plain(x, w, targets):
+        logits = x @ w
         log_z = jax.nn.logsumexp(logits, -1)
         on, off = 1 - smoothing, smoothing / 31
         q = jnp.where(targets[..., None] == jnp.arange(32), on, off)
@@ -5559,28 +5574,29 @@ def test_a_vocabulary_split_over_devices_gives_the_plain_loss(smoothing):
             jnp.argmax(logits, -1) == targets,
         )
 
-    def split(logits, targets):
-        return model.cross_entropy(logits, targets, 0.1, smoothing)
+    def chunked(x, w, targets):
+        return model.output_losses(x, w, targets, 0.1, smoothing)
 
     def total(losses, *args):
         loss, z_loss, correct = losses(*args)
         return jnp.sum(jnp.sin(loss) + z_loss), correct
 
+    shardings = jax.P("data"), jax.P(None, "model"), jax.P("data")
     place = [
         jax.device_put(a, jax.NamedSharding(mesh, spec))
-        for a, spec in ((logits, jax.P("data", None, "model")), (targets, jax.P("data")))
+        for a, spec in zip((x, w, targets), shardings)
     ]
-    ours = jax.jit(jax.value_and_grad(functools.partial(total, split), has_aux=True))
-    expected = jax.value_and_grad(functools.partial(total, plain), has_aux=True)(
-        logits, targets
+    ours, expected = (
+        jax.jit(
+            jax.value_and_grad(functools.partial(total, f), argnums=(0, 1), has_aux=True)
+        )
+        for f in (chunked, plain)
     )
-    assert_close(ours(*place), expected)
-    assert_equal(np.asarray(ours(*place)[0][1]), expected[0][1])
-    travels = re.findall(
-        r"= \(?(\w+\[[\d,]*\]).*? (?:all-\w+|collective-\w+)\(",
-        ours.lower(*place).compile().as_text(),
-    )
-    assert travels and all(shape.endswith(("[2,5]", "[]")) for shape in travels)
+    ours, expected = ours(*place), jax.device_get(expected(x, w, targets))
+    assert_close(ours, expected)
+    correct = np.asarray(ours[0][1])
+    assert_equal(correct, expected[0][1])
+    assert correct[0, 0] and not correct[0, 1] and correct[1, 0]
 
 
 # ---- train: schedule and optimizer ---------------------------------------------------------------
@@ -13572,10 +13588,11 @@ def test_embeddings_and_logits_equal_numpy():
     assert model.embed(params, ids, half, None).dtype == jnp.bfloat16, (
         "Cast to cfg.dtype."
     )
-    sentence = "output_logits should multiply by the output matrix."
-    assert_same(
-        model.output_logits(x, params["unembed"]), table[ids] @ out, sentence, 1e-5
-    )
+    sentence = "output_layer should return x and the matrix params['unembed']."
+    for part, wanted in zip(model.output_layer(params, cfg, x), (table[ids], out)):
+        assert_same(part, wanted, sentence, 1e-6)
+    sentence = "logits_of should multiply by the output matrix."
+    assert_same(model.logits_of(x, params["unembed"]), table[ids] @ out, sentence, 1e-5)
     sentence = "unembed should multiply by the matrix params['unembed']."
     assert_same(model.unembed(params, cfg, x), table[ids] @ out, sentence, 1e-5)
     tied = change(model=dict(tied=True)).model
@@ -13658,6 +13675,9 @@ def test_encoder_and_decoder_equal_a_loop_by_hand():
     result = model.decode(params, cfg, batch.decoder_inputs, *segments)
     sentence = "The decoder should apply its layers one after another, then a norm."
     assert_same(np.where(real, result, 0), np.where(real, decoded, 0), sentence, 1e-4)
+    sentence = "decoder_output should encode the inputs, and decode the targets."
+    output = model.decoder_output(params, batch, cfg)
+    assert_same(np.where(real, output, 0), np.where(real, decoded, 0), sentence, 1e-4)
     expected = np.where(real, model.unembed(params, cfg, decoded), 0)
     sentence = "forward should encode the inputs, decode the targets and compute logits."
     assert_same(np.where(real, forward(params, batch, cfg), 0), expected, sentence, 1e-4)
@@ -13682,6 +13702,13 @@ def test_sums_and_means_of_the_loss_leave_out_padding():
     batch = make_batch(cfg, UNEVEN)
     logits = forward(params, batch, cfg.model)
     expected = model.cross_entropy(logits, batch.targets, 0.01, 0.1)
+    x, w = model.output_layer(
+        params, cfg.model, model.decoder_output(params, batch, cfg.model)
+    )
+    losses = model.output_losses(x, w, batch.targets, 0.01, 0.1)
+    for part, wanted in zip(losses, expected):
+        sentence = "output_losses should apply cross_entropy to the logits x @ w."
+        assert_same(np.float32(part), np.float32(wanted), sentence, 1e-4)
     for part, wanted in zip(model.token_losses(params, batch, cfg), expected):
         sentence = "token_losses should apply cross_entropy to the logits of forward."
         assert_same(np.float32(part), np.float32(wanted), sentence, 1e-4)
@@ -14510,13 +14537,16 @@ EXERCISES = {
     "model.final_norm": "test_embeddings_and_logits_equal_numpy",
     "model.decoder_layer": "test_encoder_and_decoder_equal_a_loop_by_hand",
     "model.decode": "test_encoder_and_decoder_equal_a_loop_by_hand",
-    "model.output_logits": "test_embeddings_and_logits_equal_numpy",
+    "model.output_layer": "test_embeddings_and_logits_equal_numpy",
+    "model.logits_of": "test_embeddings_and_logits_equal_numpy",
     "model.unembed": "test_embeddings_and_logits_equal_numpy",
+    "model.decoder_output": "test_encoder_and_decoder_equal_a_loop_by_hand",
     "model.forward": "test_encoder_and_decoder_equal_a_loop_by_hand",
     "model.smoothed_target": "test_sums_and_means_of_the_loss_leave_out_padding",
     "model.cross_entropy": (
         "test_lesson_model_the_loss_of_two_tokens_by_hand test_loss_equals_that_of_t5x"
     ),
+    "model.output_losses": "test_sums_and_means_of_the_loss_leave_out_padding",
     "model.token_losses": "test_sums_and_means_of_the_loss_leave_out_padding",
     "model.sum_over_tokens": "test_sums_and_means_of_the_loss_leave_out_padding",
     "model.total_loss": (
