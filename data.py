@@ -4630,7 +4630,8 @@ def prepare_on_engine(args, changes):
         from apache_beam.options.pipeline_options import PipelineOptions
     except ImportError as error:
         raise UserError(
-            "--runner needs Apache Beam: pip install '.[beam]' installs it."
+            "--runner needs Apache Beam: pip install '.[beam]', and then "
+            "pip install 'protobuf>=7.36.1'."
         ) from error
 
     def prepare_one(shard):
@@ -4640,10 +4641,17 @@ def prepare_on_engine(args, changes):
 
         data.prepare_share(data.read_config(args, changes), shard)
 
+    try:
+        options = PipelineOptions(["--runner", *shlex.split(args.runner)])
+        pipeline = beam.Pipeline(options=options)
+    except ValueError as error:
+        raise UserError(
+            f"--runner {args.runner} is not valid ({error}): name an engine of Apache "
+            f"Beam, such as DirectRunner."
+        ) from error
     # The vocabulary is trained here, before the processes need it.
     count = len(source_files(read_config(args, changes)))
-    options = PipelineOptions(["--runner", *shlex.split(args.runner)])
-    with beam.Pipeline(options=options) as pipeline:
+    with pipeline:
         shards = pipeline | beam.Create([f"{i}/{count}" for i in range(count)])
         # Without Reshuffle, a single process would get all elements.
         shards | beam.Reshuffle() | beam.Map(prepare_one)
