@@ -199,8 +199,9 @@ class DataConfig:
     noise_density: float = between(0.001, 0.999, 0.15)
     # Mean length, in tokens, of the spans that span corruption removes from a text.
     mean_span_length: float = between(1, 1000, 3.0)
-    # Local or remote folder, such as gs://bucket/prepared, for tokenized texts and trained
-    # vocabularies. Hosts copy the token files of a remote folder to ~/.cache/plain_t5.
+    # Folder for tokenized texts and trained vocabularies. It may be remote, such as
+    # gs://bucket/prepared. Each host then copies the token files that it needs to
+    # ~/.cache/plain_t5/prepared.
     prepared_dir: str = "prepared"
     # Folder of the TensorFlow Datasets (TFDS). Empty means the folder in the environment
     # variable TFDS_DATA_DIR, or ~/tensorflow_datasets if this variable is not set.

@@ -51,6 +51,7 @@ import csv
 import glob
 import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -4637,8 +4638,7 @@ def prepare_on_engine(args, changes):
     def prepare_one(shard):
         # Beam sends the code of this function to the processes. The other functions are
         # not sent, so each process imports them.
-        import data
-
+        data = importlib.import_module("data")
         data.prepare_share(data.read_config(args, changes), shard)
 
     try:

@@ -850,7 +850,8 @@ def test_commands_in_readme_exist(capsys, monkeypatch):
     for script, rest in commands:
         if script == "configs":
             continue
-        words = rest.split("#")[0].split()
+        # A quoted text may hold options of another program, such as Apache Beam.
+        words = re.sub('"[^"]*"', "TEXT", rest.split("#")[0]).split()
         assert {word for word in words if word.startswith("--")} <= flags[script], rest
         for flag, value in zip(words, words[1:]):
             assert (
@@ -2971,6 +2972,55 @@ def test_fresh_machines_fetch_the_token_files_of_a_remote_folder(
     assert_equal([dataset.batch(step) for step in range(3)], expected)
     corpora = [open_corpus(cfg, dataset.tasks[0].tokenizer) for cfg in (corpus, remote)]
     assert_equal(*map(tokens_of, corpora))
+
+
+@slow
+def test_a_run_trains_from_remote_token_files(
+    corpus, bucket, capsys, monkeypatch, tmp_path
+):
+    """The losses are those of local token files, and only the first machine tokenizes."""
+    flags = flags_of(corpus, **SHORT)
+    remote = [*flags, "--data.prepared_dir", bucket]
+    losses = []
+    for name, options in (("local", flags), ("first", remote), ("second", remote)):
+        if name == "second":
+            monkeypatch.setattr(data, "encode_in_background", None)
+        monkeypatch.setenv("HOME", str(tmp_path / name))
+        run_dir = tmp_path / f"run {name}"
+        status, _, err = run(train, capsys, monkeypatch, "--run_dir", run_dir, *options)
+        assert status == 0, err
+        losses.append([line.get("train/loss") for line in metrics_of(run_dir)])
+    assert losses[0] == losses[1] == losses[2]
+    assert (tmp_path / "second/.cache/plain_t5/prepared").exists()
+
+
+def test_a_host_does_not_write_what_another_host_has_written(
+    corpus, small_shards, bucket, monkeypatch, tmp_path
+):
+    """The other host writes a shard while this host tokenizes the same shard."""
+    cfg = change(corpus, data=dict(prepared_dir=bucket))
+    tokenizer = data.prepare_vocabulary(cfg)
+    one = data.Corpus("span_corruption", "train", tokenizer, cfg)
+    monkeypatch.setenv("HOME", str(tmp_path / "other host"))
+    two = data.Corpus("span_corruption", "train", tokenizer, cfg)
+    assert one.folder == two.folder and one.local != two.local
+    tokenize = one.tokenize
+
+    def tokenize_late(*position):
+        two.prepare_shard([0, 0, 0])
+        written.clear()
+        return tokenize(*position)
+
+    one.tokenize = tokenize_late
+    written = []
+    write_file = configs.write_file
+    monkeypatch.setattr(
+        configs, "write_file", lambda *args: (written.append(args[0]), write_file(*args))
+    )
+    metadata = one.prepare_shard([0, 0, 0])
+    assert metadata == two.stored_shard([0, 0, 0]) and written == []
+    next_metadata = one.prepare_shard(metadata["next"])
+    assert len(written) == 3 and next_metadata["next"][:2] == [0, 2]
 
 
 @pytest.mark.parametrize("kind", ["ids", "ends", "json"])
