@@ -3919,6 +3919,7 @@ class Corpus:
         """
         with PREFETCH_LOCK, suppress(Exception):
             if self.shard(number) and self.local != self.folder:
+                self.load(number, "ends")
                 self.load(number, "ids")
 
     def find_chunks(self, numbers):
