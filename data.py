@@ -3816,7 +3816,7 @@ class Corpus:
             tokenizer.sha256,
         ]
         self.folder = prepared_path(self.task.source, identity, cfg)
-        # The folder with the local copies. It is self.folder itself if this is local.
+        # The folder with the local copies. If self.folder is local, it needs no copies.
         self.local = local_folder(self.folder)
         self.local.mkdir(parents=True, exist_ok=True)
         self.shards = []  # the metadata and the position of each shard so far
