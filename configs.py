@@ -199,7 +199,9 @@ class DataConfig:
     noise_density: float = between(0.001, 0.999, 0.15)
     # Mean length, in tokens, of the spans that span corruption removes from a text.
     mean_span_length: float = between(1, 1000, 3.0)
-    # Local folder for tokenized texts and trained vocabularies.
+    # Folder for tokenized texts and trained vocabularies. It may be remote, such as
+    # gs://bucket/prepared. Each host then copies the token files that it needs to
+    # ~/.cache/plain_t5/prepared.
     prepared_dir: str = "prepared"
     # Folder of the TensorFlow Datasets (TFDS). Empty means the folder in the environment
     # variable TFDS_DATA_DIR, or ~/tensorflow_datasets if this variable is not set.
@@ -1324,7 +1326,9 @@ def read_json(path, form, remedy="fetch this file again"):
     Raises UserError if the file is damaged or its content has another form.
     """
     try:
-        if path.exists() and not path.is_file():  # Reading a pipe could take forever.
+        # Reading a pipe could take forever. A remote path needs no check, which would be
+        # another request.
+        if not is_remote(path) and path.exists() and not path.is_file():
             raise OSError("the path is not a file")
         content = path.read_text()
     except (OSError, ValueError) as error:
@@ -1554,14 +1558,19 @@ def to_path(name):
     """Convert the name of a file or folder to a path object.
 
     A local name becomes a pathlib.Path. A remote name, such as gs://bucket/run, becomes
-    an epath.Path, which has the same methods.
+    an epath.Path, which has the same methods. Raises UserError if the prefix is unknown.
     """
     if not is_remote(name):
         return Path(name)
     # Import etils only for remote paths, because it is not in the standard library.
     from etils import epath
 
-    return epath.Path(name)
+    try:
+        return epath.Path(name)
+    except KeyError as error:
+        raise UserError(
+            f"{name} has an unknown prefix: for a remote path, use gs://, s3:// or az://."
+        ) from error
 
 
 @contextmanager

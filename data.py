@@ -10,6 +10,7 @@ never JAX.
     python data.py --show 3                          print three rows of the first batch
     python data.py --config small_c4 --prepare       write the token files of a run
     python data.py --config small_c4 --prepare --shard 0/4     write a quarter of them
+    python data.py --config small_c4 --prepare --runner DirectRunner     with Apache Beam
 
 Example:
     The words of "Thank you for inviting me to your party last week" are tokens 10 to 19.
@@ -50,6 +51,7 @@ import csv
 import glob
 import gzip
 import hashlib
+import importlib
 import io
 import itertools
 import json
@@ -57,6 +59,7 @@ import lzma
 import math
 import os
 import re
+import shlex
 import sys
 import threading
 import time
@@ -3531,6 +3534,10 @@ def invalid_reason(value, size):
 #
 # The .json file is written last, so it marks the shard as complete.
 #
+# If data.prepared_dir is remote, such as gs://bucket/prepared, the shards are written to
+# this folder. The .ids and .ends files are memory-mapped, which needs a local disk. So
+# each host copies those that it needs to a local folder.
+#
 # The first shard is small, so training can begin soon. While training uses one shard, the
 # next shard is tokenized in the background. Where one shard ends and the next begins
 # depends only on the source and the vocabulary.
@@ -3568,14 +3575,22 @@ def prepared_path(source, identity, cfg):
     source: the name of the source.
     identity: a JSON value with all settings that the stored files depend on.
     """
-    if "://" in cfg.data.prepared_dir:
-        raise UserError(
-            f"--data.prepared_dir {cfg.data.prepared_dir} is a remote folder, but the "
-            f"token files in this folder are memory-mapped, which needs a local disk: "
-            f"set --data.prepared_dir to a local folder."
-        )
     slug = re.sub(r"[^\w.]+", "-", source).strip("-")[-40:]
-    return Path(cfg.data.prepared_dir, f"{slug}-{digest([source, identity])[:10]}")
+    name = f"{slug}-{digest([source, identity])[:10]}"
+    return configs.to_path(cfg.data.prepared_dir) / name
+
+
+def local_folder(folder):
+    """Return the local folder for the copies of the files in a folder, as a Path.
+
+    The files of gs://bucket/prepared, for example, are copied to the folder
+    ~/.cache/plain_t5/prepared/gs/bucket/prepared. A local folder needs no copies, so the
+    result is the folder itself.
+    """
+    if not configs.is_remote(folder):
+        return Path(folder)
+    copies = Path.home() / ".cache/plain_t5/prepared"
+    return copies / str(folder).replace("://", "/")
 
 
 def source_identity(name, task, files, cfg):
@@ -3649,7 +3664,7 @@ def prepare_vocabulary(cfg, split="train"):
         return IdTokenizer(cfg.model.vocab_size, SENTINELS)
     identity = [source_identity(name, *opened[name], cfg) for name in opened]
     folder = prepared_path(cfg.data.task, [pieces, *identity], cfg)
-    path = Path(f"{folder}.vocabulary.json")
+    path = configs.to_path(f"{folder}.vocabulary.json")
     with suppress(UserError):  # train again if the file is missing or damaged
         model = configs.read_checked(path, {"model": str})["model"]
         return parse_vocabulary(bytes.fromhex(model))
@@ -3801,7 +3816,9 @@ class Corpus:
             tokenizer.sha256,
         ]
         self.folder = prepared_path(self.task.source, identity, cfg)
-        self.folder.mkdir(parents=True, exist_ok=True)
+        # The folder with the local copies. If self.folder is local, it needs no copies.
+        self.local = local_folder(self.folder)
+        self.local.mkdir(parents=True, exist_ok=True)
         self.shards = []  # the metadata and the position of each shard so far
         # This list holds the index of the first chunk in each shard, then the number of
         # all chunks so far. For example, two shards with 7 and 5 chunks give [0, 7, 12].
@@ -3883,23 +3900,27 @@ class Corpus:
         """Return the token ids of a shard, and prepare the next shard in the background.
 
         A shard is a set of files with the tokens of consecutive documents. If
-        data.keep_tokens is false, the token files of earlier shards are deleted. An array
+        data.keep_tokens is false, the token files of earlier shards are deleted. In a
+        remote folder, the files stay, and only their local copies are deleted. An array
         that still uses a deleted file stays readable, because the file is memory-mapped.
         """
         ids = self.load(number, "ids")
         if not self.cfg.data.keep_tokens:
             for shard in self.shards[:number]:
-                self.path(shard["position"], "ids").unlink(missing_ok=True)
+                self.path(shard["position"], "ids", self.local).unlink(missing_ok=True)
         threading.Thread(target=self.prefetch, args=[number + 1], daemon=True).start()
         return ids
 
     def prefetch(self, number):
-        """Tokenize a shard before it is needed, and ignore all errors.
+        """Tokenize or copy a shard before it is needed, and ignore all errors.
 
-        An error is raised again later, when the shard is needed.
+        A shard in a remote folder is copied to the local disk. An error is raised again
+        later, when the shard is needed.
         """
         with PREFETCH_LOCK, suppress(Exception):
-            self.shard(number)
+            if self.shard(number) and self.local != self.folder:
+                self.load(number, "ends")
+                self.load(number, "ids")
 
     def find_chunks(self, numbers):
         """Return in which shard each given chunk is, and where it begins and ends.
@@ -3938,34 +3959,47 @@ class Corpus:
             for shard, row in zip(shards.tolist(), bounds.tolist())
         ]
 
-    def path(self, position, kind):
+    def path(self, position, kind, folder=None):
         """Return the path of a file of a shard, such as "00000-003.ids".
 
         For example, the file 00000-003.ids holds the token ids of shard 3 of SourceFile
         0. SourceFiles and their shards are counted from 0.
 
         position: the list [file, shard, example] that says where the shard begins.
-        kind: the ending of the file name, which is "ids", "ends" or "json".
+        kind: the ending of the file name, such as "ids", "ends" or "json".
+        folder: self.local for the local copy of the file. By default, the folder is
+            self.folder, which may be remote.
         """
         file, shard, _ = position
-        return self.folder / f"{file:05}-{shard:03}.{kind}"
+        return (folder or self.folder) / f"{file:05}-{shard:03}.{kind}"
 
     def load(self, number, kind):
         """Load the token ids of a shard, or the positions where its texts end.
 
-        If the file is missing or its checksum is wrong, the shard is tokenized again.
+        If a file of a remote folder has no valid local copy, the file is copied. If the
+        file is missing or its checksum is wrong, the shard is tokenized again.
 
         number: the number of the shard.
         kind: "ids" for the token ids, or "ends" for the position where each text ends.
         """
         shard = self.shards[number]
         path = self.path(shard["position"], kind)
-        for _ in range(2):
+        local = self.path(shard["position"], kind, self.local)
+
+        def read():
             try:
                 # Convert the memmap to a plain array, which is faster to index.
-                array = np.memmap(path, self.dtypes[kind], "r").view(np.ndarray)
+                return np.memmap(local, self.dtypes[kind], "r").view(np.ndarray)
             except (OSError, ValueError):  # if the file is missing, empty or cut off
-                array = np.zeros(0, self.dtypes[kind])
+                return np.zeros(0, self.dtypes[kind])
+
+        for _ in range(2):
+            array = read()
+            if local != path and zlib.crc32(array) != shard[kind]:
+                # The lock keeps two threads from writing the same copy.
+                with self.lock, suppress(FileNotFoundError):
+                    configs.write_file(local, path.read_bytes())
+                array = read()
             if zlib.crc32(array) == shard[kind]:
                 return array
             note(
@@ -3979,19 +4013,29 @@ class Corpus:
             f"program writes to this file."
         )
 
+    def stored_shard(self, position):
+        """Return the metadata of a shard, or None if its files are missing or damaged.
+
+        A shard is a set of files with the tokens of consecutive documents. The position
+        is the list [file, shard, example] that says where the shard begins.
+        """
+        with suppress(UserError):
+            return configs.read_checked(self.path(position, "json"), SHARD_METADATA)
+
     def prepare_shard(self, position):
         """Tokenize one shard, write its files, and return its metadata.
 
         A shard is a set of files with the tokens of consecutive documents. If the shard
-        already exists, only its metadata are read. A lock file keeps two processes from
-        writing the same shard.
+        already exists, only its metadata are read. A lock file keeps two processes on one
+        disk from writing the same shard. Two hosts with a remote folder may tokenize the
+        same shard at the same time, and then write equal files.
 
         position: the list [file, shard, example] that says where the shard begins.
         """
-        path = self.path(position, "json")
-        with self.lock, configs.lock(path.with_suffix(".lock"), wait=True):
-            with suppress(UserError):  # metadata missing or damaged
-                return configs.read_checked(path, SHARD_METADATA)
+        lock = self.path(position, "lock", self.local)
+        with self.lock, configs.lock(lock, wait=True):
+            if metadata := self.stored_shard(position):
+                return metadata
             reader = self.readers.pop(tuple(position), None) or self.tokenize(*position)
             ids, lengths, next_position = next(reader)
             # If the number of the next shard is above 0, the next shard is in the same
@@ -3999,8 +4043,6 @@ class Corpus:
             if next_position and next_position[1]:
                 self.readers = {tuple(next_position): reader}
             ends = np.cumsum(lengths, dtype=np.int64)
-            configs.write_file(self.path(position, "ids"), memoryview(ids))
-            configs.write_file(self.path(position, "ends"), memoryview(ends))
             metadata = {
                 "documents": len(lengths) // len(self.task.objective.features),
                 "tokens": len(ids),
@@ -4011,8 +4053,12 @@ class Corpus:
                 "next": next_position,
             }
             self.invalid.count = 0
-            configs.write_checked(path, metadata)
-            path.with_suffix(".lock").unlink(missing_ok=True)
+            # Another host may have written the same files while this host tokenized.
+            if not self.stored_shard(position):
+                configs.write_file(self.path(position, "ids"), memoryview(ids))
+                configs.write_file(self.path(position, "ends"), memoryview(ends))
+                configs.write_checked(self.path(position, "json"), metadata)
+            lock.unlink(missing_ok=True)
         if position == [0, 0, 0] or not next_position:
             earlier = [shard for shard in self.shards if shard["position"] < position]
             self.report([*earlier, metadata])
@@ -4225,6 +4271,7 @@ def plan_path(tasks, rates, cfg):
 
     A TrainingPlan packs examples into rows, block after block. The file stores the number
     of the first row in each block, so a resumed run does not pack earlier blocks again.
+    The file is local even if data.prepared_dir is remote, because every host writes it.
     The name of the file is a hash of all settings that the packing depends on. They
     include the code of recipe files, because a recipe file may define objectives.
     """
@@ -4236,7 +4283,7 @@ def plan_path(tasks, rates, cfg):
         identity.append([task.corpus.folder.name, code, settings])
     sizes = BLOCK_SAMPLES, FIRST_SHARD_TOKENS, SHARD_TOKENS
     key = digest([identity, rates, cfg.data, cfg.train.seed, sizes])
-    return Path(cfg.data.prepared_dir, "plans", f"{key}.json")
+    return local_folder(cfg.data.prepared_dir) / "plans" / f"{key}.json"
 
 
 def check_lengths(tasks, data, title):
@@ -4517,33 +4564,20 @@ def list_mixture(cfg):
         print(f"{task:40} {rate:>12,.6g} {rate / total:>9.4%}  {source}")
 
 
-def prepare_all(cfg, shard):
+def held_out_configs(cfg):
+    """Return the Config of each task that a run evaluates while it trains, as a dict."""
+    evaluates = cfg.train.eval_every or cfg.train.infer_every
+    return evaluation_configs(cfg) if evaluates else {}
+
+
+def prepare_all(cfg):
     """Tokenize the data of a run before training, and write the token files.
 
     With packing, the complete training split is tokenized. Without packing, only the text
     that the training steps will use is tokenized.
-
-    shard: a text such as "0/4" if several machines share the work, otherwise None. With
-        "0/4", this machine tokenizes the complete source files 0, 4, 8 and so on.
     """
     tokenizer = prepare_vocabulary(cfg)
-    held_out = {}
-    if cfg.train.eval_every or cfg.train.infer_every:
-        held_out = evaluation_configs(cfg)
-    if shard:
-        first, machines = configs.parse_shard(shard)
-        corpora = [Corpus(name, "train", tokenizer, cfg) for name in open_tasks(cfg)]
-        corpora += [Corpus(x, "validation", tokenizer, held_out[x]) for x in held_out]
-        for corpus in corpora:
-            for file in range(first, len(corpus.files), machines):
-                position = [file, 0, 0]
-                while position and position[0] == file:
-                    position = corpus.prepare_shard(position)["next"]
-        print(
-            f"Wrote the token files of --shard {shard} for {cfg.data.task}. When all "
-            f"{machines} shards are written, start the training."
-        )
-        return
+    held_out = held_out_configs(cfg)
     dataset = prepare(cfg, "train", tokenizer)
     rows = (cfg.train.steps - cfg.train.start_step) * cfg.train.batch_size
     counts = dataset.plan.samples_before(rows // BLOCK_SAMPLES + 2)
@@ -4554,6 +4588,92 @@ def prepare_all(cfg, shard):
         dataset = prepare(alone, "validation", tokenizer)
         dataset.batches(cfg.train.eval_batches)
         print(f"validation {name}: {describe_dataset(dataset)}")
+
+
+def source_files(cfg):
+    """Return all source files of a run, as a list of pairs (Corpus, file).
+
+    `file` is the index of a SourceFile in its Corpus. The list contains the training
+    split of all tasks, and the validation split of the tasks that the run evaluates.
+    Several machines divide this list among themselves.
+    """
+    tokenizer = prepare_vocabulary(cfg)
+    held_out = held_out_configs(cfg)
+    corpora = [Corpus(name, "train", tokenizer, cfg) for name in open_tasks(cfg)]
+    corpora += [Corpus(x, "validation", tokenizer, held_out[x]) for x in held_out]
+    return [(corpus, file) for corpus in corpora for file in range(len(corpus.files))]
+
+
+def prepare_share(cfg, shard):
+    """Tokenize the source files of one machine, and write their token files.
+
+    shard: a text such as "0/4". The first of four machines tokenizes the source files 0,
+        4, 8 and so on in the list that the function source_files returns.
+    """
+    first, machines = configs.parse_shard(shard)
+    for corpus, file in source_files(cfg)[first::machines]:
+        position = [file, 0, 0]
+        while position and position[0] == file:
+            position = corpus.prepare_shard(position)["next"]
+
+
+def prepare_on_engine(args, changes):
+    """Tokenize the data of a run with Apache Beam, and write the token files.
+
+    The engine of Beam, such as Dataflow, starts processes on many machines. For each
+    source file, one of these processes calls prepare_share. If this process fails, the
+    engine calls prepare_share again.
+
+    args, changes: the result of configs.parse_args. args.runner holds the name of the
+        engine and the options of Beam.
+    """
+    try:
+        import apache_beam as beam
+        from apache_beam.options.pipeline_options import PipelineOptions
+    except ImportError as error:
+        raise UserError(
+            "--runner needs Apache Beam: pip install '.[beam]', and then "
+            "pip install 'protobuf>=7.36.1'."
+        ) from error
+
+    def prepare_one(shard):
+        # Beam sends the code of this function to the processes. The other functions are
+        # not sent, so each process imports them.
+        data = importlib.import_module("data")
+        data.prepare_share(data.read_config(args, changes), shard)
+
+    try:
+        options = PipelineOptions(["--runner", *shlex.split(args.runner)])
+        pipeline = beam.Pipeline(options=options)
+    except ValueError as error:
+        raise UserError(
+            f"--runner {args.runner} is not valid ({error}): name an engine of Apache "
+            f"Beam, such as DirectRunner."
+        ) from error
+    # The vocabulary is trained here, before the processes need it.
+    count = len(source_files(read_config(args, changes)))
+    with pipeline:
+        shards = pipeline | beam.Create([f"{i}/{count}" for i in range(count)])
+        # Without Reshuffle, a single process would get all elements.
+        shards | beam.Reshuffle() | beam.Map(prepare_one)
+
+
+def read_config(args, changes):
+    """Return the Config for the command line of data.py.
+
+    args, changes: the result of configs.parse_args.
+    """
+    if not args.run_dir:
+        changes = with_vocab_size(changes)
+    cfg = configs.resolve(args, changes, recipe=True)
+    if args.run_dir:
+        # Raise UserError if spiece.model is not the vocabulary of the run.
+        load_run_tokenizer(args.run_dir)
+        cfg = configs.override(cfg, {"data.vocab": f"{args.run_dir}/spiece.model"})
+    if args.list:
+        cfg = configs.override(cfg, {"data.task": args.list})
+    check_tasks(cfg)
+    return cfg
 
 
 def main(argv):
@@ -4569,6 +4689,11 @@ def main(argv):
             "if --prepare and --list are not given",
         ),
         prepare=dict(action="store_true", help="write the token files that a run needs"),
+        runner=dict(
+            metavar="ENGINE",
+            help="with --prepare, tokenize with an engine of Apache Beam, such as\n"
+            "DirectRunner or 'DataflowRunner --project P --region R'",
+        ),
         shard=dict(
             metavar="I/N",
             help="with --prepare, tokenize only every N-th source file, so that N\n"
@@ -4583,23 +4708,28 @@ def main(argv):
             "or the names of all tasks and mixtures",
         ),
     )
-    if not args.run_dir:
-        changes = with_vocab_size(changes)
-    cfg = configs.resolve(args, changes, recipe=True)
-    if args.run_dir:
-        # Raise UserError if spiece.model is not the vocabulary of the run.
-        load_run_tokenizer(args.run_dir)
-        cfg = configs.override(cfg, {"data.vocab": f"{args.run_dir}/spiece.model"})
-    if args.list:
-        cfg = configs.override(cfg, {"data.task": args.list})
-    check_tasks(cfg)
+    if args.runner and args.shard:
+        raise UserError(
+            "--runner and --shard exclude each other, because the engine divides the "
+            "work: leave out --shard."
+        )
+    cfg = read_config(args, changes)
     if args.list:
         list_mixture(cfg)
     elif args.list is not None:
         print("tasks", *TASKS, sep="\n  ")
         print("mixtures", *MIXTURES, sep="\n  ")
-    elif args.prepare or args.shard:
-        prepare_all(cfg, args.shard)
+    elif args.runner:
+        prepare_on_engine(args, changes)
+        print(f"Wrote all token files for {cfg.data.task}.")
+    elif args.shard:
+        prepare_share(cfg, args.shard)
+        print(
+            f"Wrote the token files of --shard {args.shard} for {cfg.data.task}. When "
+            f"the token files of all shards are written, start the training."
+        )
+    elif args.prepare:
+        prepare_all(cfg)
     else:
         show(cfg, args.show)
 

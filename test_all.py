@@ -850,7 +850,8 @@ def test_commands_in_readme_exist(capsys, monkeypatch):
     for script, rest in commands:
         if script == "configs":
             continue
-        words = rest.split("#")[0].split()
+        # A quoted text may hold options of another program, such as Apache Beam.
+        words = re.sub('"[^"]*"', "TEXT", rest.split("#")[0]).split()
         assert {word for word in words if word.startswith("--")} <= flags[script], rest
         for flag, value in zip(words, words[1:]):
             assert (
@@ -2870,6 +2871,277 @@ def test_machines_share_the_work(corpus, capsys, monkeypatch, tmp_path, small_sh
     ]
     assert len(stored[0]) > 30 and stored[0] == stored[1]
     assert run(data, capsys, monkeypatch, *flags, "--shard", "2/2")[0] == 2
+    status, _, err = run(data, capsys, monkeypatch, *flags, "--shard=0/2", "--runner=x")
+    assert status == 2 and "leave out --shard" in err
+
+
+@slow
+def test_an_engine_of_beam_writes_the_files_of_a_single_machine(
+    corpus, capsys, monkeypatch, tmp_path, small_shards
+):
+    """A source file whose element fails once is tokenized by the second pipeline."""
+    beam = pytest.importorskip("apache_beam", reason="needs pip install '.[beam]'")
+    flags = flags_of(corpus, **{"train.steps": 10_000}) + ["--prepare"]
+    engine = "DirectRunner --direct_num_workers 1"
+    prepare_share = data.prepare_share
+    shards = []
+
+    def fail(cfg, shard):
+        shards.append(shard)
+        if shard == "1/4":
+            raise configs.UserError("the machine has vanished")
+        prepare_share(cfg, shard)
+
+    monkeypatch.setattr(data, "prepare_share", fail)
+    status, _, err = run(data, capsys, monkeypatch, *flags, "--runner", engine)
+    assert status == 2 and "the machine has vanished" in err
+    monkeypatch.setattr(
+        data,
+        "prepare_share",
+        lambda *args: (shards.append(args[1]), prepare_share(*args)),
+    )
+    shards.clear()
+    status, out, err = run(data, capsys, monkeypatch, *flags, "--runner", engine)
+    assert status == 0 and "Wrote all token files" in out, err
+    # There are three source files for training, and one held-out split.
+    assert sorted(shards) == ["0/4", "1/4", "2/4", "3/4"]
+    alone = [*flags, "--data.prepared_dir", tmp_path / "alone"]
+    assert run(data, capsys, monkeypatch, *alone)[0] == 0
+    assert files_of(corpus.data.prepared_dir) == files_of(tmp_path / "alone")
+    status, _, err = run(data, capsys, monkeypatch, *flags, "--runner", "NoSuchRunner")
+    assert status == 2 and "--runner NoSuchRunner is not valid" in err
+    assert beam.__version__
+
+
+def test_a_missing_beam_is_named(corpus, capsys, monkeypatch):
+    """The message of --runner names the command that installs the library."""
+    monkeypatch.setitem(sys.modules, "apache_beam", None)
+    flags = [*flags_of(corpus), "--prepare", "--runner", "DirectRunner"]
+    status, _, err = run(data, capsys, monkeypatch, *flags)
+    assert status == 2 and "pip install '.[beam]'" in err
+
+
+def files_of(folder):
+    """Return the content of the token files and vocabularies in a prepared folder."""
+    folder = configs.to_path(folder)
+    # Use only names, because the paths that glob finds in the memory have wrong prefixes.
+    names = [path.name for path in folder.glob("*.json")]
+    for path in folder.glob("*/[0-9]*"):
+        if path.suffix != ".lock":
+            names.append(f"{path.parent.name}/{path.name}")
+    assert len(names) > 30
+    return {name: (folder / name).read_bytes() for name in names}
+
+
+@pytest.fixture
+def bucket(monkeypatch, tmp_path):
+    """The name of a folder in cloud storage. The storage is in the memory of the test."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    for protocol in ("gs", "gcs"):
+        fsspec.register_implementation(protocol, MemoryFileSystem, clobber=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    return f"gs://bucket/{tmp_path.name}"
+
+
+def test_fresh_machines_fetch_the_token_files_of_a_remote_folder(
+    corpus, small_shards, bucket, monkeypatch, tmp_path
+):
+    """A second machine tokenizes nothing, and copies only the shards that it needs."""
+    remote = change(corpus, data=dict(prepared_dir=bucket))
+    expected = [open_dataset(corpus).batch(step) for step in range(3)]
+    dataset = open_dataset(remote)
+    assert_equal([dataset.batch(step) for step in range(3)], expected)
+    for cfg in (corpus, remote):
+        open_corpus(cfg, data.prepare_vocabulary(cfg))
+    join_prefetch()
+    assert files_of(bucket) == files_of(corpus.data.prepared_dir)
+    # The second machine has an empty disk.
+    monkeypatch.setenv("HOME", str(tmp_path / "home 2"))
+    for name in ("encode_in_background", "train_tokenizer"):
+        monkeypatch.setattr(data, name, None)
+    dataset = open_dataset(remote)
+    copies = dataset.tasks[0].corpus.local
+    assert copies.is_relative_to(tmp_path / "home 2")
+    batch = dataset.batch(0)
+    join_prefetch()
+    assert_equal(batch, expected[0])
+    # The first shard is in use, and the next one is copied in the background.
+    names = sorted(path.name for path in copies.glob("*.ids"))
+    assert names == ["00000-000.ids", "00000-001.ids"]
+    assert_equal([dataset.batch(step) for step in range(3)], expected)
+    corpora = [open_corpus(cfg, dataset.tasks[0].tokenizer) for cfg in (corpus, remote)]
+    assert_equal(*map(tokens_of, corpora))
+
+
+@slow
+def test_a_run_trains_from_remote_token_files(
+    corpus, bucket, capsys, monkeypatch, tmp_path
+):
+    """The losses are those of local token files, and only the first machine tokenizes."""
+    flags = flags_of(corpus, **SHORT)
+    remote = [*flags, "--data.prepared_dir", bucket]
+    losses = []
+    for name, options in (("local", flags), ("first", remote), ("second", remote)):
+        if name == "second":
+            monkeypatch.setattr(data, "encode_in_background", None)
+        monkeypatch.setenv("HOME", str(tmp_path / name))
+        run_dir = tmp_path / f"run {name}"
+        status, _, err = run(train, capsys, monkeypatch, "--run_dir", run_dir, *options)
+        assert status == 0, err
+        losses.append([line.get("train/loss") for line in metrics_of(run_dir)])
+    assert losses[0] == losses[1] == losses[2]
+    assert (tmp_path / "second/.cache/plain_t5/prepared").exists()
+
+
+def test_a_host_does_not_write_what_another_host_has_written(
+    corpus, small_shards, bucket, monkeypatch, tmp_path
+):
+    """The other host writes a shard while this host tokenizes the same shard."""
+    cfg = change(corpus, data=dict(prepared_dir=bucket))
+    tokenizer = data.prepare_vocabulary(cfg)
+    one = data.Corpus("span_corruption", "train", tokenizer, cfg)
+    monkeypatch.setenv("HOME", str(tmp_path / "other host"))
+    two = data.Corpus("span_corruption", "train", tokenizer, cfg)
+    assert one.folder == two.folder and one.local != two.local
+    tokenize = one.tokenize
+
+    def tokenize_late(*position):
+        two.prepare_shard([0, 0, 0])
+        written.clear()
+        return tokenize(*position)
+
+    one.tokenize = tokenize_late
+    written = []
+    write_file = configs.write_file
+    monkeypatch.setattr(
+        configs, "write_file", lambda *args: (written.append(args[0]), write_file(*args))
+    )
+    metadata = one.prepare_shard([0, 0, 0])
+    assert metadata == two.stored_shard([0, 0, 0]) and written == []
+    next_metadata = one.prepare_shard(metadata["next"])
+    assert len(written) == 3 and next_metadata["next"][:2] == [0, 2]
+
+
+@pytest.mark.parametrize("kind", ["ids", "ends", "json"])
+def test_damaged_token_files_in_a_remote_folder_are_written_again(
+    corpus, small_shards, bucket, monkeypatch, tmp_path, capsys, kind
+):
+    """Flipped bits, truncated files and missing files never change the tokens."""
+    cfg = change(corpus, data=dict(prepared_dir=bucket, task="prefix_lm"))
+    tokenizer = data.prepare_vocabulary(cfg)
+    found = open_corpus(cfg, tokenizer)
+    expected = tokens_of(found)
+    join_prefetch()
+    path = found.folder / f"00000-001.{kind}"
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[40] ^= 4
+    for number, damaged in enumerate([bytes(flipped), whole[: len(whole) // 3], None]):
+        if damaged is None:
+            path.unlink()
+        else:
+            path.write_bytes(damaged)
+        # A machine with valid copies needs no other files.
+        assert_equal(tokens_of(open_corpus(cfg, tokenizer)), expected)
+        join_prefetch()
+        monkeypatch.setenv("HOME", str(tmp_path / f"{kind} {number}"))
+        assert_equal(tokens_of(open_corpus(cfg, tokenizer)), expected)
+        join_prefetch()
+        assert path.read_bytes() == whole
+        assert kind == "json" or "00000-001" in capsys.readouterr().err
+    # A damaged copy is fetched again.
+    copy = found.local.home() / found.local.relative_to(tmp_path / "home")
+    if kind != "json":
+        (copy / path.name).unlink()
+        (copy / path.name).write_bytes(bytes(flipped))
+        monkeypatch.setattr(data, "encode_in_background", None)
+        assert_equal(tokens_of(open_corpus(cfg, tokenizer)), expected)
+
+
+def test_used_copies_of_remote_token_files_are_deleted(corpus, small_shards, bucket):
+    """With keep_tokens false, the files in the remote folder stay."""
+    cfg = change(corpus, data=dict(prepared_dir=bucket, keep_tokens=False))
+    found = open_corpus(cfg, data.prepare_vocabulary(cfg))
+    for number in range(len(found.shards)):
+        found.shard_ids(number)
+        join_prefetch()
+    assert len(list(found.local.glob("*.ids"))) <= 2
+    assert len(list(found.folder.glob("*.ids"))) == len(found.shards) > 5
+
+
+# A program that runs data.py with a bucket. The files of the bucket are in a folder, and
+# each file appears when it is closed.
+WITH_BUCKET = """
+import os, sys
+import fsspec
+from fsspec.implementations.local import LocalFileOpener, LocalFileSystem
+
+class File(LocalFileOpener):
+    def close(self):
+        if not self.closed:
+            super().close()
+            if "w" in self.mode:
+                self.commit()
+
+    def __exit__(self, *error):
+        self.close()
+
+class Bucket(LocalFileSystem):
+    def __init__(self, **options):
+        super().__init__(auto_mkdir=True)
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        path = os.fspath(path).replace("gs://", sys.argv[1] + "/")
+        return LocalFileSystem._strip_protocol(path)
+
+    def _open(self, path, mode="rb", block_size=None, **options):
+        if "w" in mode:
+            self.makedirs(self._parent(path), exist_ok=True)
+        return File(path, mode, autocommit="w" not in mode, fs=self)
+
+fsspec.register_implementation("gs", Bucket, clobber=True)
+fsspec.register_implementation("gcs", Bucket, clobber=True)
+import configs, data
+data.GROUP_BYTES = 1
+data.FIRST_SHARD_TOKENS, data.SHARD_TOKENS = 500, 1000
+encode = data.encode_in_background
+def counted(*args):
+    print("TOKENIZES", flush=True)
+    return encode(*args)
+data.encode_in_background = counted
+data.main(sys.argv[2:])
+"""
+
+
+@slow
+def test_two_hosts_prepare_the_same_remote_folder(corpus, tmp_path, small_shards):
+    """Hosts that start together write the files of one host, and a third writes none."""
+    flags = flags_of(corpus, **{"train.steps": 10_000}) + ["--prepare"]
+    data.main(flags)
+    flags += ["--data.prepared_dir", "gs://bucket/prepared"]
+    command = [sys.executable, "-c", WITH_BUCKET, tmp_path / "storage", *flags]
+
+    def start(host):
+        return subprocess.Popen(
+            [*map(str, command)],
+            env=os.environ | {"HOME": str(tmp_path / host)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=HERE,
+        )
+
+    hosts = [start("one"), start("two")]
+    outputs = [host.communicate()[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], outputs
+    assert any("TOKENIZES" in output for output in outputs)
+    storage = tmp_path / "storage" / "bucket" / "prepared"
+    assert files_of(storage) == files_of(corpus.data.prepared_dir)
+    third = start("three")
+    output = third.communicate()[0]
+    assert third.returncode == 0 and "TOKENIZES" not in output, output
 
 
 def test_prefix_lm_splits_each_chunk_at_a_random_place(corpus):
@@ -8813,9 +9085,9 @@ BAD = {
         ["--decode.beams", "2", "--decode.top_k", "3"],
         "leave out --decode.beams",
     ),
-    "a remote folder of tokens": (
-        ["--data.prepared_dir", "gs://bucket/x"],
-        "memory-mapped",
+    "an unknown kind of remote folder": (
+        ["--data.prepared_dir", "nosuch://bucket/x"],
+        "nosuch://bucket/x has an unknown prefix: for a remote path, use gs://",
     ),
     "a folder": (["--data.source", "text:."], "'FOLDER/*'"),
     "absent held-out text": (
