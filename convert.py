@@ -1811,8 +1811,8 @@ def open_any(source, step=None):
             data.check_regular(str(file))
         if (path / "adapter_config.json").exists():
             raise UserError(
-                f"{path} contains a LoRA adapter: name its base model as SRC, and add "
-                f"--lora {path}."
+                f"{path} is a LoRA adapter of the library peft: merge it into its base "
+                f"model with merge_and_unload of peft, and convert the result."
             )
         if path.is_file() and path.suffix == ".safetensors":
             return open_hf(path.parent, path)
@@ -2375,84 +2375,16 @@ def only_parameters(weights, group="params"):
     for (name, layer), w in list(arrays.items()):
         if a := arrays.pop((f"{name}_lora_a", layer), None):
             b = arrays.pop((f"{name}_lora_b", layer))
-            arrays[name, layer] = add_product(w, a, b)
+
+            def merge(w=w, a=a, b=b):
+                return w.read() + a.read() @ b.read()
+
+            arrays[name, layer] = Tensor(w.shape, merge)
     cfg = configs.override(weights.cfg, {"train.ema": 0.0, "model.lora": 0})
     return weights._replace(cfg=cfg, arrays=arrays)
 
 
-def add_product(old, a, b, scale=1):
-    """Return the Tensor of a matrix to which LoRA adds scale * a @ b.
-
-    a, b: the Tensors of the two matrices of LoRA.
-    """
-
-    def read():
-        product = np.float32(a.read()) @ np.float32(b.read())
-        # Unlike the operator +, np.stack raises an error if the two shapes differ.
-        return np.stack([old.read(), scale * product]).sum(0)
-
-    return Tensor(old.shape, read)
-
-
-def merge_lora(weights, folder):
-    """Merge a LoRA adapter into a model, and return the result as Weights.
-
-    LoRA (Hu et al. 2021) adds a product of two small matrices, A and B, to a matrix of
-    the model. Merging computes W + (alpha / rank) B A, where W, A and B are matrices of
-    PyTorch. The optimizer state is left out.
-
-    folder: a folder that the library peft wrote, with adapter_config.json.
-
-    Raises a UserError if the adapter changes anything else than matrices of the model.
-    """
-    form = {"peft_type": str, "r": int, "lora_alpha": (int, float)}
-    config = configs.read_json(folder / "adapter_config.json", form)
-    configs.refuse_differences(
-        {name: value for name, value in config.items() if value},
-        LORA_DEFAULTS,
-        f"Plain T5 does not support the adapter {folder}",
-        "merge it with the library peft (merge_and_unload), and convert the result",
-    )
-    root = config["r"] ** (0.5 if config.get("use_rslora") else 1)
-    scale = np.float32(config["lora_alpha"] / root)
-    tensors = read_safetensors(folder / "adapter_model.safetensors")
-    weights = only_parameters(weights)
-    for entry in parameter_entries(weights.cfg.model, HF):
-        stem = f"base_model.model.{entry.external_name.removesuffix('weight')}"
-        pair = [tensors.pop(f"{stem}lora_{x}.weight", None) for x in "AB"]
-        if not any(pair):
-            continue
-        key = entry.name, entry.layer
-        # PyTorch stores the transpose of each matrix.
-        a, b = (tensor and tensor.transpose() for tensor in pair)
-        merged = add_product(weights.arrays[key], a, b, scale)
-        explain = explain_errors(folder, "a LoRA adapter of this model")
-        weights.arrays[key] = merged._replace(read=explain(merged.read))
-    if tensors:
-        raise UserError(
-            f"The LoRA adapter {folder} changes {listed(tensors)}. These arrays do not "
-            f"exist in SRC, or plain T5 cannot merge them: use the base model of this "
-            f"adapter as SRC."
-        )
-    return weights
-
-
-# Plain T5 can merge a LoRA adapter only if its settings have these values. Other values
-# stand for variants of LoRA, such as DoRA.
-LORA_DEFAULTS = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-}
-
-
-def convert(
-    source, destination, to, dtype, step=None, allow_pickle=False, lora="", ema=False
-):
+def convert(source, destination, to, dtype, step=None, allow_pickle=False, ema=False):
     """Convert a model to another format, and check the result.
 
     The check reads the new model from disk and compares its arrays with the source.
@@ -2463,7 +2395,6 @@ def convert(
     dtype: the NumPy type in which the parameters are written.
     step: the step of the checkpoint to read, or None to read the newest checkpoint.
     allow_pickle: True to allow reading a pickle file, which can run any code.
-    lora: the folder of a LoRA adapter that is merged into the model, or "".
     ema: True to convert the moving average of the weights, which --train.ema computes.
 
     Raises a UserError if the model cannot be read. Raises an OSError if the new model
@@ -2479,8 +2410,6 @@ def convert(
         weights = open_any(source, step)
         if ema or weights.cfg.model.lora:
             weights = only_parameters(weights, "ema" if ema else "params")
-        if lora:
-            weights = merge_lora(weights, Path(lora))
         positions = weights.cfg.model.positions
         if to != "plain" and positions != "t5_bias":
             raise UserError(
@@ -2596,7 +2525,6 @@ def main(argv):
             help="the checkpoint to convert: a step number, latest or best",
         ),
         allow_pickle=dict(action="store_true", help="allow reading a pickle file"),
-        lora=dict(default="", help="the folder of a LoRA adapter to merge into SRC"),
         ema=dict(
             action="store_true",
             help="convert the moving average of the weights (of a run with --train.ema)",
@@ -2625,7 +2553,6 @@ def main(argv):
         np.dtype(jnp.dtype(args.dtype)),
         partition.resolve_step(args.src, args.step),
         args.allow_pickle,
-        args.lora,
         args.ema,
     )
 
