@@ -2067,7 +2067,6 @@ TFDS_REMEDY = (
     "To read C4's own files, use --data.source 'jsonl:DIR/c4-train.*.json.gz'. "
     "To read any text, use --data.source 'text:DIR/*.txt'."
 )
-TFDS_RANGE = 1 << 17  # the number of examples in a SourceFile of a TFDS dataset
 
 
 def find_tfds(name, cfg):
@@ -2130,18 +2129,16 @@ def tfds_source(name, split, cfg, whole):
 
     The function never downloads a dataset. The dataset must be stored as array_record
     files or as tfrecord files, which can be read without TensorFlow. Examples that are
-    missing, damaged or not UTF-8 are reported as invalid. Each SourceFile is a range of
-    examples.
+    missing, damaged or not UTF-8 are reported as invalid.
 
     name: the name of the dataset, as NAME[/CONFIG][:VERSION], or the path of its folder.
     """
     folder = find_tfds(name, cfg)
-    stamp = digest(find_files(f"{glob.escape(str(folder))}/*"))
+    found = find_files(f"{glob.escape(str(folder))}/*")
     try:
-        builder = import_tfds().builder_from_directory(folder)
-        info = builder.info
+        info = import_tfds().builder_from_directory(folder).info
         stored_as = info.file_format.value
-        if stored_as not in ("array_record", "tfrecord"):
+        if stored_as not in RECORDS:
             raise UserError(
                 f"{folder} is stored in the format {stored_as}, which plain T5 cannot "
                 f"read: prepare the dataset again on a machine with TensorFlow. Run "
@@ -2153,42 +2150,22 @@ def tfds_source(name, split, cfg, whole):
                 f"{folder} has no split {split} (it has {', '.join(info.splits)}): name "
                 f"another source with --data.validation_source."
             )
-        if stored_as == "array_record":
-            examples = builder.as_data_source(split)
-        shards = list(zip(info.splits[split].filepaths, info.splits[split].shard_lengths))
-        count = info.splits[split].num_examples
+        files = {os.path.basename(path): (path, stamp) for path, stamp in found}
+        shards = [files[name] for name in info.splits[split].filenames]
+        lengths = info.splits[split].shard_lengths
     except UserError:
         raise
     except Exception as error:  # TFDS and protobuf raise many types of exceptions
         raise UserError(
-            f"{folder / 'dataset_info.json'} is damaged ({error}): "
-            f"copy the dataset again."
+            f"{folder / 'dataset_info.json'} is damaged, or a file that it names is "
+            f"missing ({error!r}): copy the dataset again."
         ) from error
+    counts = {path: count for (path, _), count in zip(shards, lengths)}
 
-    def read(start, bad):
-        if stored_as == "array_record":
-            load = examples.__getitem__
-        else:
-            records = read_tfds_records(shards, start)
+    def decode(record):
+        return decode_bytes(info.features.deserialize_example_np(record))
 
-            def load(number):
-                record = next(records)
-                if record is None:
-                    raise IndexError("the file of this example ends too early")
-                return info.features.deserialize_example_np(check_record(*record))
-
-        for number in range(count)[start : start + TFDS_RANGE]:
-            where = f"{folder} {split} {number}"
-            try:
-                yield where, decode_bytes(load(number))
-            except (IndexError, ValueError, RuntimeError) as error:
-                problem = f"dataset_info.json promises {count} examples; {error}"
-                bad(where, f"is missing or damaged ({problem})")
-
-    return [
-        SourceFile(f"{folder} {split} {start}", [stamp], partial(read, start))
-        for start in range(0, count, TFDS_RANGE)
-    ]
+    return group_files(shards, partial(RECORDS[stored_as], decode, counts))
 
 
 def hf_source(name, split, cfg, whole):
@@ -2261,85 +2238,83 @@ def crc32c(content):
     return crc ^ 0xFFFFFFFF
 
 
-def read_tfrecords(path):
-    """Yield the records of a tfrecord file as pairs (record, checksum).
+def read_tfrecords(decode, counts, path, bad):
+    """Yield the examples of a tfrecord file.
 
     In the file, 12 bytes precede each record: its length (8 bytes) and a checksum of the
     length (4 bytes), which is ignored. After the record, 4 bytes hold the checksum of the
-    record. If the file ends inside a record, the function raises EOFError.
+    record. A damaged record is reported to the function `bad` and skipped. If the file
+    ends too early, the function raises EOFError.
+
+    decode: a function that converts the bytes of a record to an example, a dict.
+    counts: a dict {path: number of records} of the files whose numbers are known.
     """
     with open_file(path) as file:
-        while header := file.read(12):
+        for number in itertools.count():
+            header = file.read(12)
+            if not header and number >= counts.get(path, 0):
+                return
             size = int.from_bytes(header[:8], "little")
             record = file.read(min(size, 1 << 31) + 4)
             if len(header) < 12 or len(record) != size + 4:
-                raise EOFError("the file ends inside a record")
-            yield record[:-4], int.from_bytes(record[-4:], "little")
+                raise EOFError(f"the file ends in record {number} or before it")
+            where = f"{path} record {number}"
+            try:
+                crc = crc32c(record[:-4])
+                # tfrecord files do not store the CRC itself. They rotate its 32 bits by
+                # 15 places, and add a constant.
+                crc = ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32)
+                if crc != int.from_bytes(record[-4:], "little"):
+                    raise ValueError("the checksum is wrong")
+                example = decode(record[:-4])
+            # Catch all exceptions, because protobuf and `decode` raise different types of
+            # exceptions.
+            except Exception as error:
+                bad(where, f"is damaged ({error})")
+            else:
+                yield where, example
 
 
-def check_record(record, checksum):
-    """Return a tfrecord record, or raise ValueError if its checksum is wrong."""
-    crc = crc32c(record)
-    # tfrecord files do not store the CRC itself. They rotate its 32 bits by 15 places,
-    # and add a constant.
-    if ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32) != checksum:
-        raise ValueError("the checksum is wrong")
-    return record
+def read_array_records(decode, counts, path, bad):
+    """Yield the examples of an array_record file, as read_tfrecords does."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(path)
+    for number in range(counts[path]):
+        where = f"{path} record {number}"
+        try:
+            reader.seek(number)
+            example = decode(reader.read())
+        except Exception as error:  # the libraries raise different types of exceptions
+            bad(where, f"is missing or damaged ({error})")
+        else:
+            yield where, example
 
 
-def read_tfds_records(shards, start):
-    """Yield the records of a TFDS dataset in tfrecord format, from number `start` on.
-
-    Each result is a pair (record, checksum). Shards that end before record `start` are
-    not opened. If a shard is cut off or too short, the function yields None for each
-    missing record. So the records of the next shards keep their numbers.
-
-    shards: a list of pairs (path, number of records that TFDS has noted).
-    """
-
-    def read(path):
-        with suppress(EOFError):
-            yield from read_tfrecords(str(path))
-        yield from itertools.repeat(None)
-
-    for path, length in shards:
-        if start < length:
-            yield from itertools.islice(read(path), start, length)
-        start = max(0, start - length)
+# The formats of TFDS datasets that plain T5 can read.
+RECORDS = {"array_record": read_array_records, "tfrecord": read_tfrecords}
 
 
-def read_seqio(features, path, bad):
-    """Yield the examples of a tfrecord file in a cache of the library SeqIO.
-
-    A damaged record is reported to the function `bad` and skipped.
+def decode_seqio(features, record):
+    """Convert a record of a cache of the library SeqIO to an example.
 
     features: the shape of each field, as in the info file of the cache. A field with the
         shape [] holds a single value. Every other field holds an array of ids or a list
         of texts.
-    path: the path of the file.
+    record: the bytes of the record.
     """
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
-    for number, (record, checksum) in enumerate(read_tfrecords(path)):
-        where = f"{path} record {number}"
-        example = {}
-        try:
-            check_record(record, checksum)
-            stored = tf_example_generated_pb2.Example.FromString(record)
-            for key, feature in stored.features.feature.items():
-                values = [value.decode() for value in feature.bytes_list.value]
-                if not values:
-                    numbers = [*feature.int64_list.value, *feature.float_list.value]
-                    values = np.array(numbers)
-                if features.get(key, {}).get("shape") == []:
-                    (values,) = values
-                example[key] = values
-        # Catch all exceptions. A damaged record may cause an exception in protobuf, in
-        # bytes.decode, or in `(values,) = values`.
-        except Exception as error:
-            bad(where, f"is damaged ({error})")
-        else:
-            yield where, example
+    example = {}
+    stored = tf_example_generated_pb2.Example.FromString(record)
+    for key, feature in stored.features.feature.items():
+        values = [value.decode() for value in feature.bytes_list.value]
+        if not values:
+            values = np.array([*feature.int64_list.value, *feature.float_list.value])
+        if features.get(key, {}).get("shape") == []:
+            (values,) = values
+        example[key] = values
+    return example
 
 
 def seqio_source(name, split, cfg, whole):
@@ -2381,7 +2356,8 @@ def seqio_source(name, split, cfg, whole):
                     f"warning: the file {shard} is empty, so it gives no examples. If "
                     f"the original of this file is not empty, copy the original again."
                 )
-        files += group_files(shards, partial(read_seqio, info["features"]))
+        decode = partial(decode_seqio, info["features"])
+        files += group_files(shards, partial(read_tfrecords, decode, {}))
     return files
 
 
