@@ -1370,8 +1370,8 @@ def progress_bar(what, unit):
 class SourceFile(NamedTuple):
     """A part of a data source that is read from start to end, usually a file.
 
-    For example, many small text files form one SourceFile. A large dataset of TensorFlow
-    Datasets (TFDS) is divided into ranges of examples.
+    For example, many small text files form one SourceFile, and a large file is a
+    SourceFile of its own.
     """
 
     name: str
@@ -1825,14 +1825,13 @@ def text_size(files):
     return total
 
 
-def read_lines(path, bad, keep_place=False):
+def read_lines(path, bad):
     """Yield the lines of a text file as pairs (line number, line).
 
     Line numbers start at 1. A compressed file is decompressed. A line that is not valid
-    UTF-8 is reported to the function `bad` and skipped. The function raises UserError if
-    a line is too long, or if the file is not text.
-
-    keep_place: whether to yield an empty text in the place of a skipped line.
+    UTF-8 is reported to the function `bad`, and an empty text takes its place. All other
+    lines end with a line break, except the last line of some files. The function raises
+    UserError if a line is too long, or if the file is not text.
     """
     with open_text(path) as file:
         lines = iter(lambda: file.readline(LINE_BYTES), b"")
@@ -1844,11 +1843,12 @@ def read_lines(path, bad, keep_place=False):
                     f"lines, or remove the line."
                 )
             try:
-                yield number, line.decode()
+                # Some programs write U+FEFF (the byte order mark) at the start of a file.
+                # The encoding utf-8-sig removes U+FEFF, which is not part of the text.
+                yield number, line.decode("utf-8-sig")
             except UnicodeDecodeError:
                 bad(f"{path}:{number}", "is not UTF-8")
-                if keep_place:
-                    yield number, ""
+                yield number, ""
 
 
 def text_source(name, split, cfg, whole):
@@ -1931,12 +1931,13 @@ def read_table(delimiter, has_header, path, bad):
     The first line names the columns, unless has_header is False. Then the names of the
     columns are their numbers, "0", "1" and so on. As usual in such tables, a value in
     double quotes may contain the delimiter and line ends. A row that has more or fewer
-    values than the first row is reported to the function `bad` and skipped.
+    values than the first row is reported to the function `bad` and skipped. If two
+    columns have the same name, each row is reported.
 
     delimiter: the character between two values, "," or a tab.
     """
     csv.field_size_limit(LINE_BYTES)
-    lines = (line for _, line in read_lines(path, bad, keep_place=True))
+    lines = (line for _, line in read_lines(path, bad))
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     names = None
     while True:
@@ -1950,24 +1951,16 @@ def read_table(delimiter, has_header, path, bad):
             return
         if not row:  # a blank line
             continue
-        if names is None:
-            # Some programs write U+FEFF (the byte order mark) at the start of a file.
-            # Remove U+FEFF, because it is not part of the first column name.
-            row[0] = row[0].removeprefix("\ufeff")
-            names = row if has_header else [str(i) for i in range(len(row))]
-            if len(set(names)) < len(names):
-                raise UserError(
-                    f"{path} has two columns with the same name in its first line "
-                    f"({', '.join(names):.200}): rename one of these columns. If the "
-                    f"first line does not name the columns, give the numbers of the "
-                    f"columns, such as --data.fields inputs=0,targets=1."
-                )
-            if has_header:
-                continue
-        if len(row) == len(names):
-            yield where, dict(zip(names, row))
+        if names is None and has_header:
+            names = row
+            continue
+        names = names or list(map(str, range(len(row))))
+        example = dict(zip(names, row))
+        if len(example) == len(row) == len(names):
+            yield where, example
         else:
-            bad(where, f"has {len(row)} columns, but the first line has {len(names)}")
+            count = len(set(names))
+            bad(where, f"has {len(row)} columns, but the first line names {count}")
 
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -2013,7 +2006,7 @@ def lines_source(name, split, cfg, whole):
 
     def read(path, bad):
         other, stamp = partners[path]
-        sides = [read_lines(file, bad, keep_place=True) for file in (path, other)]
+        sides = [read_lines(file, bad) for file in (path, other)]
         pairs = itertools.zip_longest(*sides, fillvalue=(0, None))
         for (number, source), (_, target) in pairs:
             if source is None or target is None:

@@ -1157,7 +1157,8 @@ def read_texts(path, bad):
     a line that is not UTF-8, the function `bad` is called instead.
     """
     for number, line in data.read_lines(path, bad):
-        yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
+        if line:  # an empty text stands for a line that is not UTF-8
+            yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
 
 
 # Each key is a kind of input file, such as "jsonl". The value is the function that reads

@@ -2103,7 +2103,9 @@ def test_tables_are_read_as_a_spreadsheet_reads_them(corpus, tmp_path):
     sentence = "Quoted values, a blank line, and rows with one and three columns."
     assert_same(documents_of(cfg, "question"), expected, sentence)
     assert_same(documents_of(cfg, "answer"), ['c "d"\ne', "2", "9"], sentence)
-    with pytest.raises(configs.UserError, match="a.csv:6 has 1 columns, but the first"):
+    with pytest.raises(
+        configs.UserError, match="a.csv:6 has 1 columns, but the first line names 2"
+    ):
         documents_of(sourced(corpus, f"csv:{tmp_path}/a.csv"), "question")
     # The same as tab-separated values without a header, and compressed.
     rows = [["a, b", 'c ""d""\ne'], ["ü", "2"], ["8", "9"]]
@@ -2117,7 +2119,7 @@ def test_tables_are_read_as_a_spreadsheet_reads_them(corpus, tmp_path):
     sentence = "The first row is held out, and --data.fields names the columns."
     assert_same(examples[0]["targets"], "2", sentence)
     for content, message in (
-        ("a,a\n1,2\n", "two columns with the same name"),
+        ("a,a\n1,2\n", "a.csv:2 has 2 columns, but the first line names 1"),
         ('a,b\n"1,2\n3,4\n', "is not a row of a table"),
     ):
         (tmp_path / "a.csv").write_text(content)
