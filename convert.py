@@ -757,12 +757,6 @@ def reorder_pieces(proto, order):
         piece.piece = text
         piece.type = piece.CONTROL
     proto.pieces[data.UNK].type = piece.UNKNOWN
-    trainer = proto.trainer_spec
-    trainer.pad_id = 0
-    trainer.eos_id = 1
-    trainer.unk_id = 2
-    trainer.bos_id = -1
-    trainer.pad_piece, trainer.eos_piece, trainer.unk_piece = SPECIAL_PIECES
 
 
 def parse_sentencepiece(vocabulary, path="spiece.model"):
@@ -1273,11 +1267,6 @@ def find_id_order(settings, vocab_size, folder):
     return order
 
 
-# The library sentence-transformers applies layers to the vectors of an encoder. infer.py
-# supports these types of layers.
-MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
-
-
 def read_files(folder, *patterns):
     """Return the files that are copied to the new model, as a dict {path: content}.
 
@@ -1288,21 +1277,10 @@ def read_files(folder, *patterns):
     folder: a Hugging Face directory or a run directory.
     patterns: the names of other files, such as "recipe.py".
 
-    Raises a UserError if modules.json describes a layer that infer.py does not know.
-    infer.py checks the options of the layers.
+    Raises a UserError if infer.py cannot load the layers of sentence-transformers.
     """
-    form = [{"type": str, "path": str}]
-    for module in read_optional(folder / "modules.json", form):
-        kind = module["type"]
-        config = read_optional(folder / module["path"] / "config.json", dict)
-        # The Instructor models leave the vectors of their instruction out of the mean,
-        # which plain T5 does not support. In their files, include_prompt is false.
-        includes_prompt = config.get("include_prompt", True)
-        if kind.rsplit(".")[-1] not in MODULES or not includes_prompt:
-            raise UserError(
-                f"{folder}/modules.json describes a layer {kind} that plain T5 does not "
-                f"support: remove modules.json to convert only the encoder."
-            )
+    if (folder / "modules.json").exists():
+        partition.read_vector_head(folder)
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for pattern in (
@@ -2444,11 +2422,6 @@ def convert(source, destination, to, dtype, step=None, allow_pickle=False, ema=F
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         written = open_any(folder)
         count = compare(weights, written, dtype)
-        if not written.files.items() <= weights.files.items():
-            raise OSError(
-                f"the copies of {', '.join(weights.files)} differ from the files in SRC, "
-                f"so the disk may be faulty: convert the model again, to another disk"
-            )
         print(f"compared {count:,} arrays with the source: all are equal in {dtype}")
         if weights.vocabulary and written.vocabulary:
             encode = written.vocabulary.encode
