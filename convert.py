@@ -1257,9 +1257,7 @@ def find_id_order(settings, vocab_size, folder):
             f"eos_token_id to {end}, but plain T5 needs two different tokens of the "
             f"vocabulary: use the model with the library transformers."
         )
-    for new, old in enumerate((start, end)):
-        other = order.index(old)
-        order[new], order[other] = old, order[new]
+    order = [start, end, *(i for i in order if i not in (start, end))]
     note(
         f"The ids of some tokens change, because plain T5 starts the decoder with id 0 "
         f"and ends an output with id 1. In this model, these ids were {start} and {end}."

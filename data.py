@@ -1073,15 +1073,9 @@ class PatternTokenizer(Tokenizer):
         names = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
         self.pieces = ["<pad>", "</s>", "<unk>", *pieces, *names]
         self.ids = {piece: i for i, piece in enumerate(self.pieces)}
-        try:
-            # Put the sentinels before the pattern, because a regular expression prefers
-            # the first alternative that matches.
-            self.pattern = re.compile("|".join([*names, pattern]))
-        except re.error as error:
-            raise UserError(
-                f"The pattern {pattern!r} of a vocabulary is not a regular expression "
-                f"({error}): correct the pattern in the recipe file."
-            ) from error
+        # Put the sentinels before the pattern, because a regular expression prefers the
+        # first alternative that matches.
+        self.pattern = re.compile("|".join([*names, pattern]))
         for i, piece in enumerate(pieces, 3):
             if self.encode(piece) != [i]:
                 raise UserError(
@@ -1810,18 +1804,21 @@ def text_size(files):
 
     files: pairs (path, [size, time]), as find_files returns them.
     """
-    enough = 100 * HELD_OUT_BYTES
+
+    def sizes():
+        for path, (size, _) in files:
+            if not path.endswith(tuple(COMPRESSED)):
+                yield size
+                continue
+            # Count a damaged file only up to the damage.
+            with suppress(Exception), open_text(path) as file:
+                yield from map(len, iter(partial(file.read, 1 << 20), b""))
+
     total = 0
-    for path, (size, _) in files:
-        if total >= enough:
-            return total
-        if path.endswith(tuple(COMPRESSED)):
-            with suppress(EOFError, OSError, lzma.LZMAError, zlib.error):
-                with open_text(path) as file:
-                    while total < enough and (part := file.read(1 << 20)):
-                        total += len(part)
-        else:
-            total += size
+    for size in sizes():
+        total += size
+        if total > 100 * HELD_OUT_BYTES:
+            break
     return total
 
 
@@ -1989,17 +1986,13 @@ def lines_source(name, split, cfg, whole):
 
     name: the two patterns with a comma between them, such as "{split}.de,{split}.en".
     """
-    patterns = name.split(",")
-    if len(patterns) != 2:
+    pattern, comma, other = name.partition(",")
+    inputs, targets = (find_files(x.replace("{split}", split)) for x in (pattern, other))
+    if not comma or inputs and len(inputs) != len(targets):
         raise UserError(
             f"lines:{name} is not a pair of files: name two files or two quoted glob "
-            f"patterns, with one comma between them, such as lines:de.txt,en.txt."
-        )
-    inputs, targets = [find_files(one.replace("{split}", split)) for one in patterns]
-    if inputs and len(inputs) != len(targets):
-        raise UserError(
-            f"The first pattern of lines:{name} matches {len(inputs)} files, but the "
-            f"second pattern matches {len(targets)} files: name two patterns that match "
+            f"patterns, with one comma between them, such as lines:de.txt,en.txt. The "
+            f"patterns match {len(inputs)} and {len(targets)} files, but must match "
             f"equally many files."
         )
     partners = {path: target for (path, _), target in zip(inputs, targets)}
@@ -2020,7 +2013,7 @@ def lines_source(name, split, cfg, whole):
                 yield f"{path}:{number}", dict(zip(SIDES, texts))
         check_unchanged(other, stamp)
 
-    files = file_source(read, patterns[0], split, cfg, whole, targets)
+    files = file_source(read, pattern, split, cfg, whole, targets)
     return [file._replace(stamp=[file.stamp, targets]) for file in files]
 
 

@@ -734,16 +734,16 @@ def recall(targets, predictions):
     predictions: for each example, a list of items, ordered from best to worst.
     """
     longest = max(map(len, predictions))
+    relevant = [x if isinstance(x, list) else [x] for x in targets]
     metrics = {}
     for k in (1, 5, 10, 50, 100):
-        if k > longest:
-            break
-        found = []
-        for target, ranked in zip(targets, predictions):
-            relevant = target if isinstance(target, list) else [target]
-            found.append(np.mean([item in ranked[:k] for item in relevant]))
-        metrics[f"recall@{k}"] = percent(found)
-        metrics[f"hit_rate@{k}"] = percent(np.array(found) > 0)
+        if k <= longest:
+            shares = [
+                np.mean([item in ranked[:k] for item in items])
+                for items, ranked in zip(relevant, predictions)
+            ]
+            metrics[f"recall@{k}"] = percent(shares)
+            metrics[f"hit_rate@{k}"] = percent(np.array(shares) > 0)
     return metrics
 
 

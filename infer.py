@@ -811,18 +811,20 @@ def build_trie(outputs):
 
     An output is a list of ids without EOS. The Trie adds EOS to each output.
     """
-    rows = [(*output, data.EOS) for output in outputs]
-    # Each prefix of an output, such as (5,) or (5, 6, 1), is a node. Sort the nodes by
-    # level.
-    nodes = {row[:n] for row in rows for n in range(len(row) + 1)}
-    nodes = sorted(nodes, key=lambda node: (len(node), node))
-    numbers = {node: number for number, node in enumerate(nodes)}
-    # Each node except the root has one edge from its parent, which lacks the last id.
-    parents = [numbers[node[:-1]] for node in nodes[1:]]
-    first = np.searchsorted(parents, range(len(nodes) + 1))
-    ids = [node[-1] for node in nodes[1:]]
-    slots = np.arange(np.diff(first).max())
-    return Trie(np.int32(first), np.int32(ids), slots)
+    # Each node is the list of the ends of the outputs that pass the node. The root has the
+    # complete outputs.
+    nodes = [[[*output, data.EOS] for output in outputs]]
+    first = [0]
+    ids = []
+    for ends in nodes:  # the loop also visits the nodes that it appends
+        children = {}
+        for end in ends:
+            if end:
+                children.setdefault(end[0], []).append(end[1:])
+        ids += children
+        nodes += children.values()
+        first.append(len(ids))
+    return Trie(np.int32(first), np.int32(ids), np.arange(np.diff(first).max()))
 
 
 def read_choices(cfg, tokenizer, task=None):
