@@ -829,13 +829,6 @@ STEPS = {
     "NFC": "",
     "Precompiled": "",
 }
-# Each key is an effect that some step of a tokenizer.json must have. The value is the
-# text for the error message if no step has this effect.
-MISSING_STEPS = {
-    "prepend": "no Metaspace that puts a space before a text",
-    "strip": "no step that strips spaces",
-    "merge": "no step that merges spaces",
-}
 
 
 def tokenizer_json_to_sentencepiece(path):
@@ -873,7 +866,11 @@ def tokenizer_json_to_sentencepiece(path):
             norm_map |= decompile(base64.b64decode(step["precompiled_charsmap"]))
     effects = "".join(STEPS.get(step, "") for step in used)
     problems = sorted(used - STEPS.keys())
-    problems += [text for effect, text in MISSING_STEPS.items() if effect not in effects]
+    problems += [
+        f"no step to {x} spaces"
+        for x in ("prepend", "strip", "merge")
+        if x not in effects
+    ]
     if problems:
         raise UserError(
             f"{path} cannot be converted to a SentencePiece unigram model, because plain "
@@ -1175,8 +1172,8 @@ def open_hf(folder, file=None):
     """
     tensors = remove_heads(read_safetensors(file) if file else read_hf(folder))
     path = folder / "config.json"
-    is_stated = path.exists() or not file
-    config = configs.read_json(path, HF_TYPES) if is_stated else {}
+    read_config = read_optional if file else configs.read_json
+    config = read_config(path, HF_TYPES)
     model_type = config.get("model_type", "t5")
     if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
@@ -1185,7 +1182,7 @@ def open_hf(folder, file=None):
         )
     tensors = unify_embeddings(tensors, config, folder)
     cfg = model_from_shapes(tensors, HF, folder)
-    if not is_stated:
+    if not path.exists():
         config["feed_forward_proj"] = external_activation(HF_ACTIVATIONS, cfg)
         note(
             f"There is no config.json beside {file}. convert.py assumes the activation "
@@ -1250,19 +1247,18 @@ def find_id_order(settings, vocab_size, folder):
         end = end[0]
     if start == 0 and end in (1, None):
         return None
-    order = list(range(vocab_size))
-    if start == end or start not in order or end not in order:
+    others = [i for i in range(vocab_size) if i not in (start, end)]
+    if len(others) != vocab_size - 2:
         raise UserError(
             f"The configuration in {folder} sets decoder_start_token_id to {start} and "
             f"eos_token_id to {end}, but plain T5 needs two different tokens of the "
             f"vocabulary: use the model with the library transformers."
         )
-    order = [start, end, *(i for i in order if i not in (start, end))]
     note(
         f"The ids of some tokens change, because plain T5 starts the decoder with id 0 "
         f"and ends an output with id 1. In this model, these ids were {start} and {end}."
     )
-    return order
+    return [start, end, *others]
 
 
 def read_files(folder, *patterns):
@@ -1849,13 +1845,8 @@ def advice(path):
 
     def is_model(folder):
         """Return whether a folder contains a model, which may still be damaged."""
-        config = folder / "config.json"
-        if find_checkpoints(folder) or (folder / "manifest.json").exists():
-            return True
-        # A folder of the library diffusers also contains models that are not T5. They
-        # have a config.json and weights too, so look for the text "t5" in config.json.
-        is_t5 = config.is_file() and "t5" in config.read_text().lower()
-        return is_t5 and find_hf_weights(folder)
+        is_checkpoint = (folder / "manifest.json").exists()
+        return is_checkpoint or find_checkpoints(folder) or find_hf_weights(folder)
 
     for pattern in ("*/", "*/*/", "*/*/*/"):
         if models := [str(folder) for folder in path.glob(pattern) if is_model(folder)]:
@@ -2351,11 +2342,9 @@ def only_parameters(weights, group="params"):
     for (name, layer), w in list(arrays.items()):
         if a := arrays.pop((f"{name}_lora_a", layer), None):
             b = arrays.pop((f"{name}_lora_b", layer))
-
-            def merge(w=w, a=a, b=b):
-                return w.read() + a.read() @ b.read()
-
-            arrays[name, layer] = Tensor(w.shape, merge)
+            arrays[name, layer] = Tensor(
+                w.shape, lambda w=w, a=a, b=b: w.read() + a.read() @ b.read()
+            )
     cfg = configs.override(weights.cfg, {"train.ema": 0.0, "model.lora": 0})
     return weights._replace(cfg=cfg, arrays=arrays)
 

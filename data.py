@@ -972,6 +972,7 @@ class ByteTokenizer(Tokenizer):
         # sentinels.
         sentinels = extra_ids or 11
         super().__init__(f"bytes:{extra_ids}\n".encode(), 3 + 256 + extra_ids, sentinels)
+        self.ids = dict(zip(sentinel_names(sentinels), self.sentinel_ids))
 
     def encode(self, text):
         return self.encode_batch([text])[0].tolist()
@@ -982,10 +983,9 @@ class ByteTokenizer(Tokenizer):
             # re.split separates the sentinels from the text between them. For example,
             # "a<extra_id_7>b" becomes ["a", "<extra_id_7>", "b"].
             ids = []
-            for part in re.split(r"(<extra_id_\d{1,9}>)", text):
-                sentinel = re.fullmatch("<extra_id_(0|[1-9][0-9]*)>", part)
-                if sentinel and int(sentinel[1]) < self.sentinels:
-                    ids.append([self.size - 1 - int(sentinel[1])])
+            for part in re.split(r"(<extra_id_\d+>)", text):
+                if part in self.ids:
+                    ids.append([self.ids[part]])
                 else:
                     ids.append(np.frombuffer(part.encode(), np.uint8) + 3)
             encoded.append(np.concatenate(ids, dtype=np.int32))
@@ -1070,7 +1070,7 @@ class PatternTokenizer(Tokenizer):
         content = {"pattern": pattern, "pieces": pieces, "sentinels": sentinels}
         serialized = json.dumps(content, ensure_ascii=False).encode()
         super().__init__(serialized, 3 + len(pieces) + sentinels, sentinels)
-        names = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
+        names = sentinel_names(sentinels)
         self.pieces = ["<pad>", "</s>", "<unk>", *pieces, *names]
         self.ids = {piece: i for i, piece in enumerate(self.pieces)}
         # Put the sentinels before the pattern, because a regular expression prefers the
@@ -1101,14 +1101,23 @@ class PatternTokenizer(Tokenizer):
         return self.raw_text(self.content(ids))
 
 
+def sentinel_names(number):
+    """Return the names of sentinels in the order of their ids, which is descending.
+
+    >>> sentinel_names(2)
+    ['<extra_id_1>', '<extra_id_0>']
+    """
+    return [f"<extra_id_{k}>" for k in reversed(range(number))]
+
+
 def add_sentinels(model, number):
     """Append sentinel pieces to the vocabulary of a SentencePiece ModelProto.
 
     If `number` is 100, the pieces <extra_id_99> to <extra_id_0> are appended in this
     order. So <extra_id_0> gets the highest id, as in T5.
     """
-    for k in reversed(range(number)):
-        model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
+    for name in sentinel_names(number):
+        model.pieces.add(piece=f"▁{name}", score=0.0, type="USER_DEFINED")
 
 
 class LongTextTokenizer(Tokenizer):
@@ -1181,11 +1190,10 @@ def parse_vocabulary(serialized, name="the vocabulary"):
                 f"train the model with pad_id=0, eos_id=1, unk_id=2 and bos_id=-1"
             )
         sentinels = sum("<extra_id_" in piece for piece in pieces)
-        expected = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
         # The last sentinel is <extra_id_0>. Any pieces after this sentinel are added
         # tokens.
         end = 1 + pieces.index("<extra_id_0>") if sentinels else len(pieces)
-        if pieces[max(end - sentinels, 0) : end] != expected:
+        if pieces[max(end - sentinels, 0) : end] != sentinel_names(sentinels):
             raise ValueError(
                 "the sentinels in the vocabulary must have descending numbers without a "
                 "gap, such as <extra_id_2>, <extra_id_1>, <extra_id_0>"
@@ -1454,11 +1462,10 @@ def spell_number(n):
     if n < 20:
         return ONES[n]
     if n < 100:
-        ones = f"-{ONES[n % 10]}" if n % 10 else ""
-        return TENS[n // 10] + ones
+        return f"{TENS[n // 10]}-{ONES[n % 10]}".removesuffix("-zero")
     unit, name = (100, "hundred") if n < 1000 else (1000, "thousand")
-    rest = f" {spell_number(n % unit)}" if n % unit else ""
-    return f"{spell_number(n // unit)} {name}{rest}"
+    words = f"{spell_number(n // unit)} {name} {spell_number(n % unit)}"
+    return words.removesuffix(" zero")
 
 
 def number_example(n):
@@ -1804,21 +1811,16 @@ def text_size(files):
 
     files: pairs (path, [size, time]), as find_files returns them.
     """
-
-    def sizes():
-        for path, (size, _) in files:
-            if not path.endswith(tuple(COMPRESSED)):
-                yield size
-                continue
+    enough = 100 * HELD_OUT_BYTES
+    total = 0
+    for path, (size, _) in files:
+        if not path.endswith(tuple(COMPRESSED)):
+            total += size
+        elif total < enough:
             # Count a damaged file only up to the damage.
             with suppress(Exception), open_text(path) as file:
-                yield from map(len, iter(partial(file.read, 1 << 20), b""))
-
-    total = 0
-    for size in sizes():
-        total += size
-        if total > 100 * HELD_OUT_BYTES:
-            break
+                while total < enough and (part := file.read(1 << 20)):
+                    total += len(part)
     return total
 
 
@@ -1995,14 +1997,15 @@ def lines_source(name, split, cfg, whole):
             f"patterns match {len(inputs)} and {len(targets)} files, but must match "
             f"equally many files."
         )
-    partners = {path: target for (path, _), target in zip(inputs, targets)}
+    # The keys of dict(inputs) are the paths of the first files.
+    partners = dict(zip(dict(inputs), targets))
 
     def read(path, bad):
         other, stamp = partners[path]
         sides = [read_lines(file, bad) for file in (path, other)]
         pairs = itertools.zip_longest(*sides, fillvalue=(0, None))
         for (number, source), (_, target) in pairs:
-            if source is None or target is None:
+            if None in (source, target):
                 raise UserError(
                     f"{path} and {other} do not have equally many lines, so the lines of "
                     f"the two files cannot be paired: name two files with equally many "
@@ -2136,7 +2139,7 @@ def tfds_source(name, split, cfg, whole):
                 f"{folder} has no split {split} (it has {', '.join(info.splits)}): name "
                 f"another source with --data.validation_source."
             )
-        files = {os.path.basename(path): (path, stamp) for path, stamp in found}
+        files = {os.path.basename(file[0]): file for file in found}
         shards = [files[name] for name in info.splits[split].filenames]
         lengths = info.splits[split].shard_lengths
     except UserError:
@@ -2146,7 +2149,8 @@ def tfds_source(name, split, cfg, whole):
             f"{folder / 'dataset_info.json'} is damaged, or a file that it names is "
             f"missing ({error!r}): copy the dataset again."
         ) from error
-    counts = {path: count for (path, _), count in zip(shards, lengths)}
+    # The keys of dict(shards) are the paths of the shards.
+    counts = dict(zip(dict(shards), lengths))
 
     def decode(record):
         return decode_bytes(info.features.deserialize_example_np(record))
