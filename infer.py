@@ -811,16 +811,16 @@ def build_trie(outputs):
 
     An output is a list of ids without EOS. The Trie adds EOS to each output.
     """
-    # Each node is the list of the ends of the outputs that pass the node. The root has the
-    # complete outputs.
+    # A node is stored as a list. For each output that passes the node, the list has the
+    # rest of this output. The list of the root has the complete outputs.
     nodes = [[[*output, data.EOS] for output in outputs]]
     first = [0]
     ids = []
-    for ends in nodes:  # the loop also visits the nodes that it appends
+    for rests in nodes:  # the loop also visits the nodes that it appends
         children = {}
-        for end in ends:
-            if end:
-                children.setdefault(end[0], []).append(end[1:])
+        for rest in rests:
+            if rest:
+                children.setdefault(rest[0], []).append(rest[1:])
         ids += children
         nodes += children.values()
         first.append(len(ids))
