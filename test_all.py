@@ -7781,6 +7781,16 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device, 
             )
 
 
+def test_answer_choices_with_equal_numbers_are_refused(corpus, tokenizer, tmp_path):
+    """Two choices with the same idx would count as one choice of an example."""
+    choice = {"inputs": "alpha", "targets": "beta", "idx": [3, 0], "is_correct": 1}
+    (tmp_path / "a.jsonl").write_text(json.dumps(choice) + "\n" + json.dumps(choice))
+    cfg = sourced(corpus, f"jsonl:{tmp_path}/a.jsonl", task="text_to_text")
+    cfg = change(cfg, data=dict(validation_source=cfg.data.source))
+    with pytest.raises(configs.UserError, match="the same value in the field idx"):
+        evaluate.rank(None, cfg, None, "validation", tokenizer)
+
+
 def test_evaluation_reports_skipped_examples_and_truncated_texts(tmp_path, capsys):
     """A note appears if examples were skipped, if texts were truncated, or both."""
     good, long = (json.dumps({"inputs": ids, "targets": "7"}) for ids in ("5", "5 6 7 8"))
