@@ -757,12 +757,6 @@ def reorder_pieces(proto, order):
         piece.piece = text
         piece.type = piece.CONTROL
     proto.pieces[data.UNK].type = piece.UNKNOWN
-    trainer = proto.trainer_spec
-    trainer.pad_id = 0
-    trainer.eos_id = 1
-    trainer.unk_id = 2
-    trainer.bos_id = -1
-    trainer.pad_piece, trainer.eos_piece, trainer.unk_piece = SPECIAL_PIECES
 
 
 def parse_sentencepiece(vocabulary, path="spiece.model"):
@@ -835,13 +829,6 @@ STEPS = {
     "NFC": "",
     "Precompiled": "",
 }
-# Each key is an effect that some step of a tokenizer.json must have. The value is the
-# text for the error message if no step has this effect.
-MISSING_STEPS = {
-    "prepend": "no Metaspace that puts a space before a text",
-    "strip": "no step that strips spaces",
-    "merge": "no step that merges spaces",
-}
 
 
 def tokenizer_json_to_sentencepiece(path):
@@ -879,7 +866,11 @@ def tokenizer_json_to_sentencepiece(path):
             norm_map |= decompile(base64.b64decode(step["precompiled_charsmap"]))
     effects = "".join(STEPS.get(step, "") for step in used)
     problems = sorted(used - STEPS.keys())
-    problems += [text for effect, text in MISSING_STEPS.items() if effect not in effects]
+    problems += [
+        f"no step to {x} spaces"
+        for x in ("prepend", "strip", "merge")
+        if x not in effects
+    ]
     if problems:
         raise UserError(
             f"{path} cannot be converted to a SentencePiece unigram model, because plain "
@@ -1181,8 +1172,8 @@ def open_hf(folder, file=None):
     """
     tensors = remove_heads(read_safetensors(file) if file else read_hf(folder))
     path = folder / "config.json"
-    is_stated = path.exists() or not file
-    config = configs.read_json(path, HF_TYPES) if is_stated else {}
+    read_config = read_optional if file else configs.read_json
+    config = read_config(path, HF_TYPES)
     model_type = config.get("model_type", "t5")
     if model_type not in ("t5", "mt5", "umt5"):
         raise UserError(
@@ -1191,7 +1182,7 @@ def open_hf(folder, file=None):
         )
     tensors = unify_embeddings(tensors, config, folder)
     cfg = model_from_shapes(tensors, HF, folder)
-    if not is_stated:
+    if not path.exists():
         config["feed_forward_proj"] = external_activation(HF_ACTIVATIONS, cfg)
         note(
             f"There is no config.json beside {file}. convert.py assumes the activation "
@@ -1256,26 +1247,18 @@ def find_id_order(settings, vocab_size, folder):
         end = end[0]
     if start == 0 and end in (1, None):
         return None
-    order = list(range(vocab_size))
-    if start == end or start not in order or end not in order:
+    others = [i for i in range(vocab_size) if i not in (start, end)]
+    if len(others) != vocab_size - 2:
         raise UserError(
             f"The configuration in {folder} sets decoder_start_token_id to {start} and "
             f"eos_token_id to {end}, but plain T5 needs two different tokens of the "
             f"vocabulary: use the model with the library transformers."
         )
-    for new, old in enumerate((start, end)):
-        other = order.index(old)
-        order[new], order[other] = old, order[new]
     note(
         f"The ids of some tokens change, because plain T5 starts the decoder with id 0 "
         f"and ends an output with id 1. In this model, these ids were {start} and {end}."
     )
-    return order
-
-
-# The library sentence-transformers applies layers to the vectors of an encoder. infer.py
-# supports these types of layers.
-MODULES = ("Transformer", "Pooling", "Dense", "Normalize")
+    return [start, end, *others]
 
 
 def read_files(folder, *patterns):
@@ -1288,21 +1271,10 @@ def read_files(folder, *patterns):
     folder: a Hugging Face directory or a run directory.
     patterns: the names of other files, such as "recipe.py".
 
-    Raises a UserError if modules.json describes a layer that infer.py does not know.
-    infer.py checks the options of the layers.
+    Raises a UserError if infer.py cannot load the layers of sentence-transformers.
     """
-    form = [{"type": str, "path": str}]
-    for module in read_optional(folder / "modules.json", form):
-        kind = module["type"]
-        config = read_optional(folder / module["path"] / "config.json", dict)
-        # The Instructor models leave the vectors of their instruction out of the mean,
-        # which plain T5 does not support. In their files, include_prompt is false.
-        includes_prompt = config.get("include_prompt", True)
-        if kind.rsplit(".")[-1] not in MODULES or not includes_prompt:
-            raise UserError(
-                f"{folder}/modules.json describes a layer {kind} that plain T5 does not "
-                f"support: remove modules.json to convert only the encoder."
-            )
+    if (folder / "modules.json").exists():
+        partition.read_vector_head(folder)
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for pattern in (
@@ -1811,8 +1783,8 @@ def open_any(source, step=None):
             data.check_regular(str(file))
         if (path / "adapter_config.json").exists():
             raise UserError(
-                f"{path} contains a LoRA adapter: name its base model as SRC, and add "
-                f"--lora {path}."
+                f"{path} is a LoRA adapter of the library peft: merge it into its base "
+                f"model with merge_and_unload of peft, and convert the result."
             )
         if path.is_file() and path.suffix == ".safetensors":
             return open_hf(path.parent, path)
@@ -1873,13 +1845,8 @@ def advice(path):
 
     def is_model(folder):
         """Return whether a folder contains a model, which may still be damaged."""
-        config = folder / "config.json"
-        if find_checkpoints(folder) or (folder / "manifest.json").exists():
-            return True
-        # A folder of the library diffusers also contains models that are not T5. They
-        # have a config.json and weights too, so look for the text "t5" in config.json.
-        is_t5 = config.is_file() and "t5" in config.read_text().lower()
-        return is_t5 and find_hf_weights(folder)
+        is_checkpoint = (folder / "manifest.json").exists()
+        return is_checkpoint or find_checkpoints(folder) or find_hf_weights(folder)
 
     for pattern in ("*/", "*/*/", "*/*/*/"):
         if models := [str(folder) for folder in path.glob(pattern) if is_model(folder)]:
@@ -2375,84 +2342,14 @@ def only_parameters(weights, group="params"):
     for (name, layer), w in list(arrays.items()):
         if a := arrays.pop((f"{name}_lora_a", layer), None):
             b = arrays.pop((f"{name}_lora_b", layer))
-            arrays[name, layer] = add_product(w, a, b)
+            arrays[name, layer] = Tensor(
+                w.shape, lambda w=w, a=a, b=b: w.read() + a.read() @ b.read()
+            )
     cfg = configs.override(weights.cfg, {"train.ema": 0.0, "model.lora": 0})
     return weights._replace(cfg=cfg, arrays=arrays)
 
 
-def add_product(old, a, b, scale=1):
-    """Return the Tensor of a matrix to which LoRA adds scale * a @ b.
-
-    a, b: the Tensors of the two matrices of LoRA.
-    """
-
-    def read():
-        product = np.float32(a.read()) @ np.float32(b.read())
-        # Unlike the operator +, np.stack raises an error if the two shapes differ.
-        return np.stack([old.read(), scale * product]).sum(0)
-
-    return Tensor(old.shape, read)
-
-
-def merge_lora(weights, folder):
-    """Merge a LoRA adapter into a model, and return the result as Weights.
-
-    LoRA (Hu et al. 2021) adds a product of two small matrices, A and B, to a matrix of
-    the model. Merging computes W + (alpha / rank) B A, where W, A and B are matrices of
-    PyTorch. The optimizer state is left out.
-
-    folder: a folder that the library peft wrote, with adapter_config.json.
-
-    Raises a UserError if the adapter changes anything else than matrices of the model.
-    """
-    form = {"peft_type": str, "r": int, "lora_alpha": (int, float)}
-    config = configs.read_json(folder / "adapter_config.json", form)
-    configs.refuse_differences(
-        {name: value for name, value in config.items() if value},
-        LORA_DEFAULTS,
-        f"Plain T5 does not support the adapter {folder}",
-        "merge it with the library peft (merge_and_unload), and convert the result",
-    )
-    root = config["r"] ** (0.5 if config.get("use_rslora") else 1)
-    scale = np.float32(config["lora_alpha"] / root)
-    tensors = read_safetensors(folder / "adapter_model.safetensors")
-    weights = only_parameters(weights)
-    for entry in parameter_entries(weights.cfg.model, HF):
-        stem = f"base_model.model.{entry.external_name.removesuffix('weight')}"
-        pair = [tensors.pop(f"{stem}lora_{x}.weight", None) for x in "AB"]
-        if not any(pair):
-            continue
-        key = entry.name, entry.layer
-        # PyTorch stores the transpose of each matrix.
-        a, b = (tensor and tensor.transpose() for tensor in pair)
-        merged = add_product(weights.arrays[key], a, b, scale)
-        explain = explain_errors(folder, "a LoRA adapter of this model")
-        weights.arrays[key] = merged._replace(read=explain(merged.read))
-    if tensors:
-        raise UserError(
-            f"The LoRA adapter {folder} changes {listed(tensors)}. These arrays do not "
-            f"exist in SRC, or plain T5 cannot merge them: use the base model of this "
-            f"adapter as SRC."
-        )
-    return weights
-
-
-# Plain T5 can merge a LoRA adapter only if its settings have these values. Other values
-# stand for variants of LoRA, such as DoRA.
-LORA_DEFAULTS = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "use_dora": False,
-    "fan_in_fan_out": False,
-    "modules_to_save": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-}
-
-
-def convert(
-    source, destination, to, dtype, step=None, allow_pickle=False, lora="", ema=False
-):
+def convert(source, destination, to, dtype, step=None, allow_pickle=False, ema=False):
     """Convert a model to another format, and check the result.
 
     The check reads the new model from disk and compares its arrays with the source.
@@ -2463,7 +2360,6 @@ def convert(
     dtype: the NumPy type in which the parameters are written.
     step: the step of the checkpoint to read, or None to read the newest checkpoint.
     allow_pickle: True to allow reading a pickle file, which can run any code.
-    lora: the folder of a LoRA adapter that is merged into the model, or "".
     ema: True to convert the moving average of the weights, which --train.ema computes.
 
     Raises a UserError if the model cannot be read. Raises an OSError if the new model
@@ -2479,8 +2375,6 @@ def convert(
         weights = open_any(source, step)
         if ema or weights.cfg.model.lora:
             weights = only_parameters(weights, "ema" if ema else "params")
-        if lora:
-            weights = merge_lora(weights, Path(lora))
         positions = weights.cfg.model.positions
         if to != "plain" and positions != "t5_bias":
             raise UserError(
@@ -2515,11 +2409,6 @@ def convert(
             raise OSError(errno.EIO, str(error)[:200], str(destination)) from error
         written = open_any(folder)
         count = compare(weights, written, dtype)
-        if not written.files.items() <= weights.files.items():
-            raise OSError(
-                f"the copies of {', '.join(weights.files)} differ from the files in SRC, "
-                f"so the disk may be faulty: convert the model again, to another disk"
-            )
         print(f"compared {count:,} arrays with the source: all are equal in {dtype}")
         if weights.vocabulary and written.vocabulary:
             encode = written.vocabulary.encode
@@ -2596,7 +2485,6 @@ def main(argv):
             help="the checkpoint to convert: a step number, latest or best",
         ),
         allow_pickle=dict(action="store_true", help="allow reading a pickle file"),
-        lora=dict(default="", help="the folder of a LoRA adapter to merge into SRC"),
         ema=dict(
             action="store_true",
             help="convert the moving average of the weights (of a run with --train.ema)",
@@ -2625,7 +2513,6 @@ def main(argv):
         np.dtype(jnp.dtype(args.dtype)),
         partition.resolve_step(args.src, args.step),
         args.allow_pickle,
-        args.lora,
         args.ema,
     )
 

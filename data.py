@@ -975,6 +975,7 @@ class ByteTokenizer(Tokenizer):
         # sentinels.
         sentinels = extra_ids or 11
         super().__init__(f"bytes:{extra_ids}\n".encode(), 3 + 256 + extra_ids, sentinels)
+        self.ids = dict(zip(sentinel_names(sentinels), self.sentinel_ids))
 
     def encode(self, text):
         return self.encode_batch([text])[0].tolist()
@@ -985,10 +986,9 @@ class ByteTokenizer(Tokenizer):
             # re.split separates the sentinels from the text between them. For example,
             # "a<extra_id_7>b" becomes ["a", "<extra_id_7>", "b"].
             ids = []
-            for part in re.split(r"(<extra_id_\d{1,9}>)", text):
-                sentinel = re.fullmatch("<extra_id_(0|[1-9][0-9]*)>", part)
-                if sentinel and int(sentinel[1]) < self.sentinels:
-                    ids.append([self.size - 1 - int(sentinel[1])])
+            for part in re.split(r"(<extra_id_\d+>)", text):
+                if part in self.ids:
+                    ids.append([self.ids[part]])
                 else:
                     ids.append(np.frombuffer(part.encode(), np.uint8) + 3)
             encoded.append(np.concatenate(ids, dtype=np.int32))
@@ -1073,18 +1073,12 @@ class PatternTokenizer(Tokenizer):
         content = {"pattern": pattern, "pieces": pieces, "sentinels": sentinels}
         serialized = json.dumps(content, ensure_ascii=False).encode()
         super().__init__(serialized, 3 + len(pieces) + sentinels, sentinels)
-        names = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
+        names = sentinel_names(sentinels)
         self.pieces = ["<pad>", "</s>", "<unk>", *pieces, *names]
         self.ids = {piece: i for i, piece in enumerate(self.pieces)}
-        try:
-            # Put the sentinels before the pattern, because a regular expression prefers
-            # the first alternative that matches.
-            self.pattern = re.compile("|".join([*names, pattern]))
-        except re.error as error:
-            raise UserError(
-                f"The pattern {pattern!r} of a vocabulary is not a regular expression "
-                f"({error}): correct the pattern in the recipe file."
-            ) from error
+        # Put the sentinels before the pattern, because a regular expression prefers the
+        # first alternative that matches.
+        self.pattern = re.compile("|".join([*names, pattern]))
         for i, piece in enumerate(pieces, 3):
             if self.encode(piece) != [i]:
                 raise UserError(
@@ -1110,14 +1104,23 @@ class PatternTokenizer(Tokenizer):
         return self.raw_text(self.content(ids))
 
 
+def sentinel_names(number):
+    """Return the names of sentinels in the order of their ids, which is descending.
+
+    >>> sentinel_names(2)
+    ['<extra_id_1>', '<extra_id_0>']
+    """
+    return [f"<extra_id_{k}>" for k in reversed(range(number))]
+
+
 def add_sentinels(model, number):
     """Append sentinel pieces to the vocabulary of a SentencePiece ModelProto.
 
     If `number` is 100, the pieces <extra_id_99> to <extra_id_0> are appended in this
     order. So <extra_id_0> gets the highest id, as in T5.
     """
-    for k in reversed(range(number)):
-        model.pieces.add(piece=f"▁<extra_id_{k}>", score=0.0, type="USER_DEFINED")
+    for name in sentinel_names(number):
+        model.pieces.add(piece=f"▁{name}", score=0.0, type="USER_DEFINED")
 
 
 class LongTextTokenizer(Tokenizer):
@@ -1190,11 +1193,10 @@ def parse_vocabulary(serialized, name="the vocabulary"):
                 f"train the model with pad_id=0, eos_id=1, unk_id=2 and bos_id=-1"
             )
         sentinels = sum("<extra_id_" in piece for piece in pieces)
-        expected = [f"<extra_id_{k}>" for k in reversed(range(sentinels))]
         # The last sentinel is <extra_id_0>. Any pieces after this sentinel are added
         # tokens.
         end = 1 + pieces.index("<extra_id_0>") if sentinels else len(pieces)
-        if pieces[max(end - sentinels, 0) : end] != expected:
+        if pieces[max(end - sentinels, 0) : end] != sentinel_names(sentinels):
             raise ValueError(
                 "the sentinels in the vocabulary must have descending numbers without a "
                 "gap, such as <extra_id_2>, <extra_id_1>, <extra_id_0>"
@@ -1373,8 +1375,8 @@ def progress_bar(what, unit):
 class SourceFile(NamedTuple):
     """A part of a data source that is read from start to end, usually a file.
 
-    For example, many small text files form one SourceFile. A large dataset of TensorFlow
-    Datasets (TFDS) is divided into ranges of examples.
+    For example, many small text files form one SourceFile, and a large file is a
+    SourceFile of its own.
     """
 
     name: str
@@ -1463,11 +1465,10 @@ def spell_number(n):
     if n < 20:
         return ONES[n]
     if n < 100:
-        ones = f"-{ONES[n % 10]}" if n % 10 else ""
-        return TENS[n // 10] + ones
+        return f"{TENS[n // 10]}-{ONES[n % 10]}".removesuffix("-zero")
     unit, name = (100, "hundred") if n < 1000 else (1000, "thousand")
-    rest = f" {spell_number(n % unit)}" if n % unit else ""
-    return f"{spell_number(n // unit)} {name}{rest}"
+    words = f"{spell_number(n // unit)} {name} {spell_number(n % unit)}"
+    return words.removesuffix(" zero")
 
 
 def number_example(n):
@@ -1816,26 +1817,23 @@ def text_size(files):
     enough = 100 * HELD_OUT_BYTES
     total = 0
     for path, (size, _) in files:
-        if total >= enough:
-            return total
-        if path.endswith(tuple(COMPRESSED)):
-            with suppress(EOFError, OSError, lzma.LZMAError, zlib.error):
-                with open_text(path) as file:
-                    while total < enough and (part := file.read(1 << 20)):
-                        total += len(part)
-        else:
+        if not path.endswith(tuple(COMPRESSED)):
             total += size
+        elif total < enough:
+            # Count a damaged file only up to the damage.
+            with suppress(Exception), open_text(path) as file:
+                while total < enough and (part := file.read(1 << 20)):
+                    total += len(part)
     return total
 
 
-def read_lines(path, bad, keep_place=False):
+def read_lines(path, bad):
     """Yield the lines of a text file as pairs (line number, line).
 
     Line numbers start at 1. A compressed file is decompressed. A line that is not valid
-    UTF-8 is reported to the function `bad` and skipped. The function raises UserError if
-    a line is too long, or if the file is not text.
-
-    keep_place: whether to yield an empty text in the place of a skipped line.
+    UTF-8 is reported to the function `bad`, and an empty text takes its place. All other
+    lines end with a line break, except the last line of some files. The function raises
+    UserError if a line is too long, or if the file is not text.
     """
     with open_text(path) as file:
         lines = iter(lambda: file.readline(LINE_BYTES), b"")
@@ -1847,11 +1845,12 @@ def read_lines(path, bad, keep_place=False):
                     f"lines, or remove the line."
                 )
             try:
-                yield number, line.decode()
+                # Some programs write U+FEFF (the byte order mark) at the start of a file.
+                # The encoding utf-8-sig removes U+FEFF, which is not part of the text.
+                yield number, line.decode("utf-8-sig")
             except UnicodeDecodeError:
                 bad(f"{path}:{number}", "is not UTF-8")
-                if keep_place:
-                    yield number, ""
+                yield number, ""
 
 
 def text_source(name, split, cfg, whole):
@@ -1934,12 +1933,13 @@ def read_table(delimiter, has_header, path, bad):
     The first line names the columns, unless has_header is False. Then the names of the
     columns are their numbers, "0", "1" and so on. As usual in such tables, a value in
     double quotes may contain the delimiter and line ends. A row that has more or fewer
-    values than the first row is reported to the function `bad` and skipped.
+    values than the first row is reported to the function `bad` and skipped. If two
+    columns have the same name, each row is reported.
 
     delimiter: the character between two values, "," or a tab.
     """
     csv.field_size_limit(LINE_BYTES)
-    lines = (line for _, line in read_lines(path, bad, keep_place=True))
+    lines = (line for _, line in read_lines(path, bad))
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     names = None
     while True:
@@ -1953,24 +1953,16 @@ def read_table(delimiter, has_header, path, bad):
             return
         if not row:  # a blank line
             continue
-        if names is None:
-            # Some programs write U+FEFF (the byte order mark) at the start of a file.
-            # Remove U+FEFF, because it is not part of the first column name.
-            row[0] = row[0].removeprefix("\ufeff")
-            names = row if has_header else [str(i) for i in range(len(row))]
-            if len(set(names)) < len(names):
-                raise UserError(
-                    f"{path} has two columns with the same name in its first line "
-                    f"({', '.join(names):.200}): rename one of these columns. If the "
-                    f"first line does not name the columns, give the numbers of the "
-                    f"columns, such as --data.fields inputs=0,targets=1."
-                )
-            if has_header:
-                continue
-        if len(row) == len(names):
-            yield where, dict(zip(names, row))
+        if names is None and has_header:
+            names = row
+            continue
+        names = names or list(map(str, range(len(row))))
+        example = dict(zip(names, row))
+        if len(example) == len(row) == len(names):
+            yield where, example
         else:
-            bad(where, f"has {len(row)} columns, but the first line has {len(names)}")
+            count = len(set(names))
+            bad(where, f"has {len(row)} columns, but the first line names {count}")
 
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}
@@ -1999,27 +1991,24 @@ def lines_source(name, split, cfg, whole):
 
     name: the two patterns with a comma between them, such as "{split}.de,{split}.en".
     """
-    patterns = name.split(",")
-    if len(patterns) != 2:
+    pattern, comma, other = name.partition(",")
+    inputs, targets = (find_files(x.replace("{split}", split)) for x in (pattern, other))
+    if not comma or inputs and len(inputs) != len(targets):
         raise UserError(
             f"lines:{name} is not a pair of files: name two files or two quoted glob "
-            f"patterns, with one comma between them, such as lines:de.txt,en.txt."
-        )
-    inputs, targets = [find_files(one.replace("{split}", split)) for one in patterns]
-    if inputs and len(inputs) != len(targets):
-        raise UserError(
-            f"The first pattern of lines:{name} matches {len(inputs)} files, but the "
-            f"second pattern matches {len(targets)} files: name two patterns that match "
+            f"patterns, with one comma between them, such as lines:de.txt,en.txt. The "
+            f"patterns match {len(inputs)} and {len(targets)} files, but must match "
             f"equally many files."
         )
-    partners = {path: target for (path, _), target in zip(inputs, targets)}
+    # The keys of dict(inputs) are the paths of the first files.
+    partners = dict(zip(dict(inputs), targets))
 
     def read(path, bad):
         other, stamp = partners[path]
-        sides = [read_lines(file, bad, keep_place=True) for file in (path, other)]
+        sides = [read_lines(file, bad) for file in (path, other)]
         pairs = itertools.zip_longest(*sides, fillvalue=(0, None))
         for (number, source), (_, target) in pairs:
-            if source is None or target is None:
+            if None in (source, target):
                 raise UserError(
                     f"{path} and {other} do not have equally many lines, so the lines of "
                     f"the two files cannot be paired: name two files with equally many "
@@ -2030,7 +2019,7 @@ def lines_source(name, split, cfg, whole):
                 yield f"{path}:{number}", dict(zip(SIDES, texts))
         check_unchanged(other, stamp)
 
-    files = file_source(read, patterns[0], split, cfg, whole, targets)
+    files = file_source(read, pattern, split, cfg, whole, targets)
     return [file._replace(stamp=[file.stamp, targets]) for file in files]
 
 
@@ -2070,7 +2059,6 @@ TFDS_REMEDY = (
     "To read C4's own files, use --data.source 'jsonl:DIR/c4-train.*.json.gz'. "
     "To read any text, use --data.source 'text:DIR/*.txt'."
 )
-TFDS_RANGE = 1 << 17  # the number of examples in a SourceFile of a TFDS dataset
 
 
 def find_tfds(name, cfg):
@@ -2133,18 +2121,16 @@ def tfds_source(name, split, cfg, whole):
 
     The function never downloads a dataset. The dataset must be stored as array_record
     files or as tfrecord files, which can be read without TensorFlow. Examples that are
-    missing, damaged or not UTF-8 are reported as invalid. Each SourceFile is a range of
-    examples.
+    missing, damaged or not UTF-8 are reported as invalid.
 
     name: the name of the dataset, as NAME[/CONFIG][:VERSION], or the path of its folder.
     """
     folder = find_tfds(name, cfg)
-    stamp = digest(find_files(f"{glob.escape(str(folder))}/*"))
+    found = find_files(f"{glob.escape(str(folder))}/*")
     try:
-        builder = import_tfds().builder_from_directory(folder)
-        info = builder.info
+        info = import_tfds().builder_from_directory(folder).info
         stored_as = info.file_format.value
-        if stored_as not in ("array_record", "tfrecord"):
+        if stored_as not in RECORDS:
             raise UserError(
                 f"{folder} is stored in the format {stored_as}, which plain T5 cannot "
                 f"read: prepare the dataset again on a machine with TensorFlow. Run "
@@ -2156,42 +2142,23 @@ def tfds_source(name, split, cfg, whole):
                 f"{folder} has no split {split} (it has {', '.join(info.splits)}): name "
                 f"another source with --data.validation_source."
             )
-        if stored_as == "array_record":
-            examples = builder.as_data_source(split)
-        shards = list(zip(info.splits[split].filepaths, info.splits[split].shard_lengths))
-        count = info.splits[split].num_examples
+        files = {os.path.basename(file[0]): file for file in found}
+        shards = [files[name] for name in info.splits[split].filenames]
+        lengths = info.splits[split].shard_lengths
     except UserError:
         raise
     except Exception as error:  # TFDS and protobuf raise many types of exceptions
         raise UserError(
-            f"{folder / 'dataset_info.json'} is damaged ({error}): "
-            f"copy the dataset again."
+            f"{folder / 'dataset_info.json'} is damaged, or a file that it names is "
+            f"missing ({error!r}): copy the dataset again."
         ) from error
+    # The keys of dict(shards) are the paths of the shards.
+    counts = dict(zip(dict(shards), lengths))
 
-    def read(start, bad):
-        if stored_as == "array_record":
-            load = examples.__getitem__
-        else:
-            records = read_tfds_records(shards, start)
+    def decode(record):
+        return decode_bytes(info.features.deserialize_example_np(record))
 
-            def load(number):
-                record = next(records)
-                if record is None:
-                    raise IndexError("the file of this example ends too early")
-                return info.features.deserialize_example_np(check_record(*record))
-
-        for number in range(count)[start : start + TFDS_RANGE]:
-            where = f"{folder} {split} {number}"
-            try:
-                yield where, decode_bytes(load(number))
-            except (IndexError, ValueError, RuntimeError) as error:
-                problem = f"dataset_info.json promises {count} examples; {error}"
-                bad(where, f"is missing or damaged ({problem})")
-
-    return [
-        SourceFile(f"{folder} {split} {start}", [stamp], partial(read, start))
-        for start in range(0, count, TFDS_RANGE)
-    ]
+    return group_files(shards, partial(RECORDS[stored_as], decode, counts))
 
 
 def hf_source(name, split, cfg, whole):
@@ -2264,85 +2231,83 @@ def crc32c(content):
     return crc ^ 0xFFFFFFFF
 
 
-def read_tfrecords(path):
-    """Yield the records of a tfrecord file as pairs (record, checksum).
+def read_tfrecords(decode, counts, path, bad):
+    """Yield the examples of a tfrecord file.
 
     In the file, 12 bytes precede each record: its length (8 bytes) and a checksum of the
     length (4 bytes), which is ignored. After the record, 4 bytes hold the checksum of the
-    record. If the file ends inside a record, the function raises EOFError.
+    record. A damaged record is reported to the function `bad` and skipped. If the file
+    ends too early, the function raises EOFError.
+
+    decode: a function that converts the bytes of a record to an example, a dict.
+    counts: a dict {path: number of records} of the files whose numbers are known.
     """
     with open_file(path) as file:
-        while header := file.read(12):
+        for number in itertools.count():
+            header = file.read(12)
+            if not header and number >= counts.get(path, 0):
+                return
             size = int.from_bytes(header[:8], "little")
             record = file.read(min(size, 1 << 31) + 4)
             if len(header) < 12 or len(record) != size + 4:
-                raise EOFError("the file ends inside a record")
-            yield record[:-4], int.from_bytes(record[-4:], "little")
+                raise EOFError(f"the file ends in record {number} or before it")
+            where = f"{path} record {number}"
+            try:
+                crc = crc32c(record[:-4])
+                # tfrecord files do not store the CRC itself. They rotate its 32 bits by
+                # 15 places, and add a constant.
+                crc = ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32)
+                if crc != int.from_bytes(record[-4:], "little"):
+                    raise ValueError("the checksum is wrong")
+                example = decode(record[:-4])
+            # Catch all exceptions, because protobuf and `decode` raise different types of
+            # exceptions.
+            except Exception as error:
+                bad(where, f"is damaged ({error})")
+            else:
+                yield where, example
 
 
-def check_record(record, checksum):
-    """Return a tfrecord record, or raise ValueError if its checksum is wrong."""
-    crc = crc32c(record)
-    # tfrecord files do not store the CRC itself. They rotate its 32 bits by 15 places,
-    # and add a constant.
-    if ((crc >> 15 | crc << 17) + 0xA282EAD8) % (1 << 32) != checksum:
-        raise ValueError("the checksum is wrong")
-    return record
+def read_array_records(decode, counts, path, bad):
+    """Yield the examples of an array_record file, as read_tfrecords does."""
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(path)
+    for number in range(counts[path]):
+        where = f"{path} record {number}"
+        try:
+            reader.seek(number)
+            example = decode(reader.read())
+        except Exception as error:  # the libraries raise different types of exceptions
+            bad(where, f"is missing or damaged ({error})")
+        else:
+            yield where, example
 
 
-def read_tfds_records(shards, start):
-    """Yield the records of a TFDS dataset in tfrecord format, from number `start` on.
-
-    Each result is a pair (record, checksum). Shards that end before record `start` are
-    not opened. If a shard is cut off or too short, the function yields None for each
-    missing record. So the records of the next shards keep their numbers.
-
-    shards: a list of pairs (path, number of records that TFDS has noted).
-    """
-
-    def read(path):
-        with suppress(EOFError):
-            yield from read_tfrecords(str(path))
-        yield from itertools.repeat(None)
-
-    for path, length in shards:
-        if start < length:
-            yield from itertools.islice(read(path), start, length)
-        start = max(0, start - length)
+# The formats of TFDS datasets that plain T5 can read.
+RECORDS = {"array_record": read_array_records, "tfrecord": read_tfrecords}
 
 
-def read_seqio(features, path, bad):
-    """Yield the examples of a tfrecord file in a cache of the library SeqIO.
-
-    A damaged record is reported to the function `bad` and skipped.
+def decode_seqio(features, record):
+    """Convert a record of a cache of the library SeqIO to an example.
 
     features: the shape of each field, as in the info file of the cache. A field with the
         shape [] holds a single value. Every other field holds an array of ids or a list
         of texts.
-    path: the path of the file.
+    record: the bytes of the record.
     """
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
-    for number, (record, checksum) in enumerate(read_tfrecords(path)):
-        where = f"{path} record {number}"
-        example = {}
-        try:
-            check_record(record, checksum)
-            stored = tf_example_generated_pb2.Example.FromString(record)
-            for key, feature in stored.features.feature.items():
-                values = [value.decode() for value in feature.bytes_list.value]
-                if not values:
-                    numbers = [*feature.int64_list.value, *feature.float_list.value]
-                    values = np.array(numbers)
-                if features.get(key, {}).get("shape") == []:
-                    (values,) = values
-                example[key] = values
-        # Catch all exceptions. A damaged record may cause an exception in protobuf, in
-        # bytes.decode, or in `(values,) = values`.
-        except Exception as error:
-            bad(where, f"is damaged ({error})")
-        else:
-            yield where, example
+    example = {}
+    stored = tf_example_generated_pb2.Example.FromString(record)
+    for key, feature in stored.features.feature.items():
+        values = [value.decode() for value in feature.bytes_list.value]
+        if not values:
+            values = np.array([*feature.int64_list.value, *feature.float_list.value])
+        if features.get(key, {}).get("shape") == []:
+            (values,) = values
+        example[key] = values
+    return example
 
 
 def seqio_source(name, split, cfg, whole):
@@ -2384,7 +2349,8 @@ def seqio_source(name, split, cfg, whole):
                     f"warning: the file {shard} is empty, so it gives no examples. If "
                     f"the original of this file is not empty, copy the original again."
                 )
-        files += group_files(shards, partial(read_seqio, info["features"]))
+        decode = partial(decode_seqio, info["features"])
+        files += group_files(shards, partial(read_tfrecords, decode, {}))
     return files
 
 

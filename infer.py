@@ -618,8 +618,8 @@ def generate(
         samples.
     seed: the seed of the random samples.
     trie: None, or a Trie (in the lower part of this file). A Trie is a tree of the only
-        outputs that are allowed. Its method `restrict` returns versions of the functions
-        start, step and result that generate only these outputs.
+        outputs that are allowed. Its method `restrict` returns a version of the function
+        `step` that generates only these outputs.
 
     Returns a pair (ids, scores). The ids have the shape [B, N, length], and are 0 after
     EOS. The scores have the shape [B, N]. The output with the highest score comes first.
@@ -638,7 +638,7 @@ def generate(
         N = 1
         start, step, result = start_greedy, greedy_step, greedy_result
     if trie is not None:
-        start, step, result = trie.restrict(start, step, result)
+        step = trie.restrict(step)
 
     B = len(inputs)
     rows = jnp.zeros(B) if rows is None else rows
@@ -765,50 +765,45 @@ class Trie(NamedTuple):
     # The numbers 0, 1, ..., E - 1. E is the largest number of edges that leave one node.
     slots: jax.Array
 
-    def restrict(self, start, step, result):
-        """Restrict a decoding method to the outputs of this Trie.
+    def edges(self, nodes):
+        """Return the edges of each node, and the ids that these edges append.
+
+        Both arrays have the shape [B, N, E]. If a node has fewer than E edges, the last
+        items of the ids are an id that no vocabulary has.
+
+        nodes: the numbers of nodes, of shape [B, N].
+        """
+        edges = self.first[nodes][..., None] + self.slots
+        exist = edges < self.first[nodes + 1][..., None]
+        return edges, jnp.where(exist, self.ids[edges], 2**31 - 1)
+
+    def restrict(self, step):
+        """Restrict the step of a decoding method to the outputs of this Trie.
 
         An output keeps the score that it would have without the restriction: its
         log-probability under the model. If there are more beams than allowed outputs, the
-        remaining beams stay empty.
+        remaining beams have a very low score.
 
-        start, step, result: the three functions of the method.
-        Returns three functions that replace them.
+        step: the function that extends the outputs by one id, such as greedy_step.
+        Returns the function that replaces `step`.
         """
 
-        def start_at_root(rows, N, length):
-            nodes = jnp.zeros((len(rows), N), jnp.int32)
-            return RestrictedState(start(rows, N, length), nodes)
+        def restricted_step(state, log_probs, at):
+            def follow(i, nodes):
+                edges, ids = self.edges(nodes)
+                chosen = ids == state.ids[:, :, i, None]
+                return jnp.where(chosen, edges + 1, 0).max(axis=-1)
 
-        def step_in_trie(state, log_probs, at):
-            inner, nodes = state
+            # Each output begins at the root, and follows the edges of its ids. An output
+            # that has already ended has the id PAD, which leads back to the root.
+            root = 0 * state.ids[:, :, 0]
+            _, ids = self.edges(lax.fori_loop(0, at, follow, root))
+            allowed = jnp.put_along_axis(
+                jnp.zeros(log_probs.shape, bool), ids, True, -1, False, mode="drop"
+            )
+            return step(state, jnp.where(allowed, log_probs, -1e9), at)
 
-            def mark(ids):
-                none = jnp.zeros(log_probs.shape[-1], bool)
-                return none.at[ids].set(True, mode="drop")
-
-            # For the node of each output, list the edges and their ids in arrays of shape
-            # [B, N, E]. E is the largest number of edges that leave one node. If a node
-            # has fewer edges, the last items of `ids` get an id that no vocabulary has.
-            edges = self.first[nodes][..., None] + self.slots
-            exist = edges < self.first[nodes + 1][..., None]
-            ids = jnp.where(exist, self.ids[edges], 2**31 - 1)
-            allowed = jax.vmap(jax.vmap(mark))(ids)
-            inner = step(inner, jnp.where(allowed, log_probs, -1e9), at)
-            if isinstance(inner, BeamState):
-                parents = inner.ancestors[:, :, at]
-                edges = take_beams(edges, parents)
-                ids = take_beams(ids, parents)
-            # Each output moves along the edge with its chosen id to the next node. An
-            # output that has already ended returns to the root.
-            chosen = ids == inner.ids[:, :, at, None]
-            return RestrictedState(inner, jnp.where(chosen, edges + 1, 0).max(axis=-1))
-
-        def allowed_result(state):
-            ids, scores = result(state.inner)
-            return jnp.where(is_output(scores)[..., None], ids, data.PAD), scores
-
-        return start_at_root, step_in_trie, allowed_result
+        return restricted_step
 
 
 def build_trie(outputs):
@@ -816,17 +811,20 @@ def build_trie(outputs):
 
     An output is a list of ids without EOS. The Trie adds EOS to each output.
     """
-    rows, _ = pad_batch([[*output, data.EOS] for output in outputs])
-    rows = np.unique(rows, axis=0)  # sort the rows: equal prefixes become neighbors
-    # is_new[n, i] is True if the first n + 1 ids of output i differ from those of output
-    # i - 1. Id n of output i then becomes a new edge, which leads to a new node.
-    differs = np.logical_or.accumulate(rows[1:] != rows[:-1], axis=1)
-    is_new = (np.vstack([rows[:1] > 0, differs]) & (rows > 0)).T
-    nodes = np.cumsum(is_new).reshape(is_new.shape)
-    parents = np.vstack([0 * nodes[:1], nodes[:-1]])[is_new]
-    counts = np.bincount(parents, minlength=nodes.max() + 1)
-    first = np.cumsum([0, *counts], dtype=np.int32)
-    return Trie(first, ids=rows.T[is_new], slots=np.arange(counts.max()))
+    # A node is stored as a list. For each output that passes the node, the list has the
+    # rest of this output. The list of the root has the complete outputs.
+    nodes = [[[*output, data.EOS] for output in outputs]]
+    first = [0]
+    ids = []
+    for rests in nodes:  # the loop also visits the nodes that it appends
+        children = {}
+        for rest in rests:
+            if rest:
+                children.setdefault(rest[0], []).append(rest[1:])
+        ids += children
+        nodes += children.values()
+        first.append(len(ids))
+    return Trie(np.int32(first), np.int32(ids), np.arange(np.diff(first).max()))
 
 
 def read_choices(cfg, tokenizer, task=None):
@@ -846,9 +844,11 @@ def read_choices(cfg, tokenizer, task=None):
     check_vocabulary(tokenizer)
     texts = task.choices if task else ()
     if source != "task":
-        report = data.InvalidExamples("stop")
-        found = (read_texts(path, report) for path, _ in data.find_files(source))
-        texts = [line["inputs"] for lines in found for _, line in lines]
+        texts = [
+            line.rstrip("\r\n")
+            for path, _ in data.find_files(source)
+            for _, line in data.read_lines(path, data.InvalidExamples("stop"))
+        ]
     length = cfg.decode.max_len or cfg.data.targets_length
     outputs = []
     for text in filter(None, texts):
@@ -867,31 +867,6 @@ def read_choices(cfg, tokenizer, task=None):
             f"output on each line, or use a task that has choices."
         )
     return build_trie(outputs)
-
-
-class RestrictedState(NamedTuple):
-    """The state of decoding with a Trie, which is a tree of all allowed outputs.
-
-    This class combines the state of the decoding method, such as a BeamState, with the
-    node of the Trie that each output has reached.
-    """
-
-    inner: GreedyState | BeamState
-    nodes: jax.Array  # the node of the trie that each output has reached, [B, N]
-
-    def __getattr__(self, name):
-        # All fields except `nodes`, such as `ids` and `done`, are the fields of `inner`.
-        return getattr(self.inner, name)
-
-
-def is_output(scores):
-    """Return for each score whether it is the score of an output, as a boolean array.
-
-    If beam search finds fewer than N outputs, the other beams are empty. An empty beam
-    has a very low score, for which the result is False. If a model computes NaN, the
-    score of an output is NaN, for which the result is True.
-    """
-    return ~(scores <= MASKED_SCORE / 1000)
 
 
 # ---- batches of examples ---------------------------------------------------------------
@@ -1038,9 +1013,12 @@ def run_batch(params, cfg, mesh, group, mode, B, trie=None):
     )
     kept = cfg.decode.num_return
     ids, scores = (to_numpy(array)[:, :kept] for array in outputs)
+    # If beam search finds fewer than N outputs, the scores of the other beams are very
+    # low. If a model computes NaN, the score of an output is NaN, and the output counts.
+    counts = np.sum(~(scores <= MASKED_SCORE / 1000), axis=1)
     return [
         (list(map(cut_at_eos, outputs[:n])), row[:n].tolist())
-        for outputs, row, n in zip(ids, scores, is_output(scores).sum(axis=1))
+        for outputs, row, n in zip(ids, scores, counts)
     ]
 
 
@@ -1181,7 +1159,8 @@ def read_texts(path, bad):
     a line that is not UTF-8, the function `bad` is called instead.
     """
     for number, line in data.read_lines(path, bad):
-        yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
+        if line:  # an empty text stands for a line that is not UTF-8
+            yield f"{path}:{number}", {"inputs": line.rstrip("\r\n")}
 
 
 # Each key is a kind of input file, such as "jsonl". The value is the function that reads

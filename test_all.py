@@ -1632,17 +1632,12 @@ def test_tfds_folders_of_both_formats_are_equal(tmp_path, corpus, monkeypatch):
     monkeypatch.setattr(importlib.machinery.PathFinder, "find_spec", blocked)
     with pytest.raises(ImportError):
         import tensorflow  # noqa: F401
-    monkeypatch.setattr(data, "TFDS_RANGE", 30)  # so ranges begin inside the shards of 50
     found = {}
     for name in ("x", "x_tfrecord"):
         folder = tmp_path / name / "1.0.0"
         write_tfds(folder, {"train": TFDS_ROWS}, **tfds_features())
         cfg = sourced(corpus, f"tfds:{folder}")
         parts = data.open_source(cfg.data.source, "train", cfg)
-        sizes = [len(list(part.read(None))) for part in parts]
-        assert_same(
-            sizes, [30, 30, 30, 30, 10], "Each SourceFile is a range of examples."
-        )
         found[name] = [
             jax.tree.map(np.asarray, example)
             for part in parts
@@ -1664,17 +1659,9 @@ def test_tfds_folders_of_both_formats_are_equal(tmp_path, corpus, monkeypatch):
     flipped = bytearray(intact)
     flipped[first + 30] ^= 4
     for content, message, left in (
-        (bytes(flipped), "train 1 is missing or damaged.*checksum is wrong", 129),
-        (
-            intact[: first + 9],
-            "train 1 is missing or damaged.*the file of this example ends",
-            81,
-        ),
-        (
-            intact[:first],
-            "train 1 is missing or damaged.*the file of this example ends",
-            81,
-        ),
+        (bytes(flipped), "00003 record 1 is damaged .the checksum is wrong", 129),
+        (intact[: first + 9], "00003 is damaged .the file ends in record 1", 81),
+        (intact[:first], "00003 is damaged .the file ends in record 1", 81),
     ):
         files[0].write_bytes(content)
         with pytest.raises(configs.UserError, match=message):
@@ -1733,7 +1720,7 @@ def test_parallel_lines_are_pairs(corpus, tokenizer, tmp_path):
             documents_of(skipping, "targets")
     for source, message in (
         ("lines:a.txt", "not a pair of files: name two files"),
-        (f"lines:{tmp_path}/*.de.gz,{tmp_path}/a", "matches 2 files, .* matches 1 files"),
+        (f"lines:{tmp_path}/*.de.gz,{tmp_path}/a", "patterns match 2 and 1 files"),
         (f"lines:{tmp_path}/none,{tmp_path}/a", "No file matches"),
         ("de.txt,en.txt", "such as lines:de.txt,en.txt"),
     ):
@@ -2117,7 +2104,9 @@ def test_tables_are_read_as_a_spreadsheet_reads_them(corpus, tmp_path):
     sentence = "Quoted values, a blank line, and rows with one and three columns."
     assert_same(documents_of(cfg, "question"), expected, sentence)
     assert_same(documents_of(cfg, "answer"), ['c "d"\ne', "2", "9"], sentence)
-    with pytest.raises(configs.UserError, match="a.csv:6 has 1 columns, but the first"):
+    with pytest.raises(
+        configs.UserError, match="a.csv:6 has 1 columns, but the first line names 2"
+    ):
         documents_of(sourced(corpus, f"csv:{tmp_path}/a.csv"), "question")
     # The same as tab-separated values without a header, and compressed.
     rows = [["a, b", 'c ""d""\ne'], ["ü", "2"], ["8", "9"]]
@@ -2131,7 +2120,7 @@ def test_tables_are_read_as_a_spreadsheet_reads_them(corpus, tmp_path):
     sentence = "The first row is held out, and --data.fields names the columns."
     assert_same(examples[0]["targets"], "2", sentence)
     for content, message in (
-        ("a,a\n1,2\n", "two columns with the same name"),
+        ("a,a\n1,2\n", "a.csv:2 has 2 columns, but the first line names 1"),
         ('a,b\n"1,2\n3,4\n', "is not a row of a table"),
     ):
         (tmp_path / "a.csv").write_text(content)
@@ -2387,15 +2376,14 @@ def test_a_pattern_defines_a_vocabulary(tmp_path):
     back = convert.read_vocabulary([tmp_path], SMALL.model)
     assert back.serialized == tokenizer.serialized
 
-    invalid = "correct the pattern in the recipe file"
     never = "recipe file can never produce its piece"
-    for pattern, words, message in (
-        ("[ab", ["a"], invalid),
-        ("[ab]", ["ab"], never),
-        ("a|b", ["a", "a"], never),
-    ):
-        with pytest.raises(configs.UserError, match=message):
+    for pattern, words in (("[ab]", ["ab"]), ("a|b", ["a", "a"])):
+        with pytest.raises(configs.UserError, match=never):
             data.PatternTokenizer(pattern, words)
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text("import data\n\ndata.PatternTokenizer('[ab', ['a'])\n")
+    with pytest.raises(configs.UserError, match="character set at .*line 3.*Fix this"):
+        configs.load_recipe(str(recipe))
     path.write_bytes(tokenizer.serialized[:-9])
     with pytest.raises(configs.UserError, match="spiece.model cannot be used"):
         data.load_tokenizer(path)
@@ -3193,7 +3181,7 @@ def test_versions_and_damage_of_tfds_datasets_are_noticed(tmp_path, corpus):
             }
         )
     )
-    with pytest.raises(configs.UserError, match="promises 75 examples"):
+    with pytest.raises(configs.UserError, match="record 20 is missing or damaged"):
         documents_of(cfg)
     assert len(documents_of(change(cfg, data=dict(on_error="skip")))) == 70
     path.write_text(json.dumps(info | {"fileFormat": "riegeli"}))
@@ -4630,12 +4618,14 @@ def test_every_flipped_bit_of_a_seqio_cache_is_reported(tmp_path):
         flipped = content[position] ^ 1 << bit
         path.write_bytes(content[:position] + bytes([flipped]) + content[position + 1 :])
         with pytest.raises(configs.UserError, match="record 0 is damaged"):
-            list(data.read_seqio({}, str(path), bad))
+            list(data.read_tfrecords(len, {}, str(path), bad))
     path.write_bytes(content)
-    (_, first), _ = data.read_seqio({"inputs": {"shape": [None]}}, str(path), bad)
+    decode = functools.partial(data.decode_seqio, {"inputs": {"shape": [None]}})
+    (_, first), _ = data.read_tfrecords(decode, {}, str(path), bad)
     assert first["inputs"].tolist() == [5, 300]
+    decode = functools.partial(data.decode_seqio, {"inputs": {"shape": []}})
     with pytest.raises(configs.UserError, match="record 0 is damaged"):
-        list(data.read_seqio({"inputs": {"shape": []}}, str(path), bad))
+        list(data.read_tfrecords(decode, {}, str(path), bad))
 
 
 @pytest.mark.parametrize("value", ["1e3", "64.5", "0x", "'12'"])
@@ -4708,7 +4698,7 @@ def test_t0_mixtures_consist_of_the_folders_of_p3(
     shard = root / "imdb_a" / "train.tfrecord-00001-of-00002"
     shard.write_bytes(shard.read_bytes()[:-9])
     with pytest.raises(
-        configs.UserError, match=r"00001-of-00002 is damaged .the file ends inside"
+        configs.UserError, match=r"00001-of-00002 is damaged .the file ends in record"
     ):
         documents_of(sourced(cfg, f"seqio:{root}/imdb_a"), "inputs_pretokenized")
     shard.unlink()
@@ -7599,9 +7589,9 @@ def test_unigram_baseline_is_the_cross_entropy_of_the_counts(corpus):
 def test_a_trie_by_hand():
     """The outputs [5, 6], [7] and [] share the root. Nodes are numbered by level."""
     trie = infer.build_trie([[7], [5, 6], [], [7]])
-    assert_same(trie.ids, [1, 5, 7, 6, 1, 1], "The ids of the edges of three levels.")
-    sentence = "The root has three edges, and nodes 2, 3 and 4 have one edge each."
-    assert_same(trie.first, [0, 3, 3, 4, 5, 6, 6, 6], sentence)
+    assert_same(trie.ids, [7, 5, 1, 1, 6, 1], "The ids of the edges of three levels.")
+    sentence = "The root has three edges, and nodes 1, 2 and 5 have one edge each."
+    assert_same(trie.first, [0, 3, 4, 5, 5, 5, 6, 6], sentence)
     assert_same(trie.slots, [0, 1, 2], "No node has more than three edges.")
 
 
@@ -7613,7 +7603,7 @@ def test_allowed_outputs_are_read_from_a_file_or_a_task(tokenizer, tmp_path):
         cfg = change(decode=dict(choices=str(source), **decode))
         return infer.read_choices(cfg, tokenizer, task)
 
-    outputs = list(map(tokenizer.encode, ["gamma", "alpha beta"]))
+    outputs = list(map(tokenizer.encode, ["alpha beta", "gamma"]))
     sentence = "Empty lines are left out."
     assert_same(read()._asdict(), infer.build_trie(outputs)._asdict(), sentence)
     task = data.Task("jsonl:x", choices=("alpha beta", "gamma"))
@@ -7680,7 +7670,7 @@ def test_restricted_decoding_equals_an_exhaustive_search(shape):
         assert_same(
             scores[row, :1000], expected[row][order], "Scores should be equal.", 1e-4
         )
-        assert not ids[row, 1000].any()  # there are only 1,000 outputs
+        assert scores[row, 1000] < -10_000  # there are only 1,000 outputs
 
     # With few beams, and in sampling, all outputs are in the list, with their scores.
     for decode in (dict(beams=4), dict(temperature=2.0, num_return=8), {}):
@@ -7970,8 +7960,6 @@ def test_rank_classification_equals_that_of_t5():
     assert "mean_3class_f1" in evaluate.rank_classification(
         rows([({0}, 3)]), [1, 0, 0], 3
     ), "Three classes should also give the mean F1."
-    with pytest.raises(ValueError, match="have the same index"):
-        evaluate.rank_classification(two + two[:1], scores + [0.0])
 
 
 def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device, capsys):
@@ -8079,6 +8067,16 @@ def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device, 
                 "validation",
                 tokenizer,
             )
+
+
+def test_answer_choices_with_equal_numbers_are_refused(corpus, tokenizer, tmp_path):
+    """Two choices with the same idx would count as one choice of an example."""
+    choice = {"inputs": "alpha", "targets": "beta", "idx": [3, 0], "is_correct": 1}
+    (tmp_path / "a.jsonl").write_text(json.dumps(choice) + "\n" + json.dumps(choice))
+    cfg = sourced(corpus, f"jsonl:{tmp_path}/a.jsonl", task="text_to_text")
+    cfg = change(cfg, data=dict(validation_source=cfg.data.source))
+    with pytest.raises(configs.UserError, match="the same value in the field idx"):
+        evaluate.rank(None, cfg, None, "validation", tokenizer)
 
 
 def test_evaluation_reports_skipped_examples_and_truncated_texts(tmp_path, capsys):
@@ -10896,60 +10894,6 @@ def torch_identity():
     return pytest.importorskip("torch").nn.Identity()
 
 
-@pytest.mark.parametrize("base", ["hf", "run"])
-def test_a_lora_adapter_is_merged(base, tmp_path, capsys, monkeypatch):
-    """The merged weights equal those of the library peft, on a folder and on a run."""
-    torch = pytest.importorskip("torch", reason="needs pip install '.[parity]'")
-    peft = pytest.importorskip("peft", reason="needs pip install '.[parity]'")
-    cfg = change(model=dict(dropout=0.0))
-    network, params = hugging_face(cfg.model)
-    network.save_pretrained(tmp_path / "hf")
-    config = tmp_path / "hf" / "config.json"
-    config.write_text(
-        config.read_text().replace('embeddings": true', 'embeddings": false')
-    )
-    if base == "run":
-        status, _, err = run(
-            convert, capsys, monkeypatch, tmp_path / "hf", tmp_path / "run"
-        )
-        assert status == 0, err
-    modules = ["q", "v", "wo", "wi_0"]
-    adapted = peft.get_peft_model(
-        network, peft.LoraConfig(r=3, lora_alpha=5, target_modules=modules)
-    )
-    torch.manual_seed(1)
-    for name, p in adapted.named_parameters():
-        if "lora_" in name:
-            torch.nn.init.normal_(p)
-    adapted.save_pretrained(tmp_path / "lora")
-    status, _, err = run(
-        convert, capsys, monkeypatch, tmp_path / base, tmp_path / "merged", "--lora",
-        tmp_path / "lora",
-    )  # fmt: skip
-    assert status == 0, err
-    merged = adapted.merge_and_unload().state_dict()
-    expected = from_hugging_face({k: v.numpy() for k, v in merged.items()}, cfg.model)
-    _, found = params_of(tmp_path / "merged")
-    differs = 0
-    for x, y, old in zip(*map(jax.tree.leaves, (found, expected, params))):
-        np.testing.assert_allclose(x, y, atol=1e-6 * float(np.abs(y).max()))
-        differs += not np.array_equal(y, old)
-    assert differs == 10  # query and value in three attentions, gate and down in two MLPs
-    about = tmp_path / "lora" / "adapter_config.json"
-    for key, value in (("use_dora", True), ("r", "three"), ("peft_type", "IA3")):
-        content = json.loads(about.read_text())
-        (tmp_path / "bad").mkdir(exist_ok=True)
-        shutil.copy(tmp_path / "lora" / "adapter_model.safetensors", tmp_path / "bad")
-        (tmp_path / "bad" / "adapter_config.json").write_text(
-            json.dumps(content | {key: value})
-        )
-        status, _, err = run(
-            convert, capsys, monkeypatch, tmp_path / base, tmp_path / "no", "--lora",
-            tmp_path / "bad",
-        )  # fmt: skip
-        assert status == 2 and (key in err or "adapter_config.json" in err), err
-
-
 @pytest.mark.parametrize("form", ["single file", "text_encoder_2"])
 def test_encoders_of_image_models(form, tmp_path, capsys, monkeypatch, tokenizer):
     """A single file of an encoder, and the folders of diffusers with ../tokenizer_2."""
@@ -11057,17 +11001,20 @@ def test_another_start_token_becomes_id_0(tmp_path, capsys, monkeypatch, tokeniz
                 model={"type": "BPE", "vocab": {"a": 0}, "merges": []},
                 pre_tokenizer={"type": "ByteLevel"},
             ),
-            "BPE, ByteLevel, no Metaspace",
+            "BPE, ByteLevel, no step to prepend",
         ),
         (lambda t: t["model"].update(byte_fallback=True), "byte_fallback"),
         (lambda t: t.update(normalizer={"type": "Lowercase"}), "Lowercase"),
-        (lambda t: t.update(pre_tokenizer={"type": "Digits"}), "Digits, no Metaspace"),
-        (lambda t: t.update(pre_tokenizer=None), "no Metaspace that puts a space"),
+        (
+            lambda t: t.update(pre_tokenizer={"type": "Digits"}),
+            "Digits, no step to prepend",
+        ),
+        (lambda t: t.update(pre_tokenizer=None), "no step to prepend spaces"),
         (
             lambda t: t["pre_tokenizer"].update(prepend_scheme="never"),
-            "Metaspace prepend_scheme=never, no Metaspace",
+            "Metaspace prepend_scheme=never, no step",
         ),
-        (lambda t: t["normalizer"]["normalizers"].pop(), "no step that merges spaces"),
+        (lambda t: t["normalizer"]["normalizers"].pop(), "no step to merge spaces"),
         (lambda t: t["added_tokens"][-1].update(id=500), "has the id 500, but plain T5"),
         (lambda t: t["model"].update(unk_id=500), "unk is not defined"),
         (
@@ -11641,7 +11588,8 @@ BAD_WEIGHTS = {
         None,
         lambda f: (f / "adapter_config.json").write_text("{}"),
         {},
-        "contains a LoRA adapter",
+        "is a LoRA adapter of the library peft: merge it into its base model with "
+        "merge_and_unload of peft",
     ),
     "no weights": (
         "safetensors",
@@ -11733,7 +11681,7 @@ def test_folders_and_files_that_are_not_models_get_advice(
         ("hub", "subfolders, hub/models--google--t5/snapshots/abc."),
         ("hub/models--google--t5", "hub/models--google--t5/snapshots/abc."),
         ("trainer", "trainer/checkpoint-1000, trainer/checkpoint-500."),
-        ("diffusers", "use one of its subfolders, diffusers/text_encoder_2."),
+        ("diffusers", "diffusers/text_encoder, diffusers/text_encoder_2."),
         (trained[0].parent, f"use one of its subfolders, {trained[0]}"),
         (trained[0] / "checkpoints", "checkpoints/step_"),
         ("renamed", "or the path of t5_fp16.safetensors if it contains a complete"),
