@@ -1666,8 +1666,8 @@ def for_each_chunk(update, result, x, w):
     result: the first result. x [N, D]. w [D, V].
     """
     V = w.shape[1]
-    # On a GPU or TPU, multiply numbers of the dtype of x, which is usually bfloat16. The
-    # products are added up in float32. A TPU would round float32 factors to bfloat16 anyway.
+    # On a GPU or TPU, multiply numbers of the dtype of x, which is usually bfloat16, and
+    # add up the products in float32. A TPU would round the factors to bfloat16 anyway.
     dtype = jnp.float32 if partition.platform() == "cpu" else x.dtype
     # The mesh axis "model" splits the vocabulary. Find the first token id of this device.
     first_id = V * lax.axis_index("model")
@@ -1698,8 +1698,8 @@ def logit_sums_forward(x, w, targets):
             old_maximum, z, target_logit, best_id = result
             maximum = jnp.maximum(old_maximum, logits.max(-1))
             weights = jnp.exp(logits - maximum[:, None])
-            # The sum z has the terms exp(logit - maximum). If the maximum has grown, the
-            # terms of the earlier chunks must become smaller.
+            # The sum z has the terms exp(logit - maximum). If the maximum has grown, make
+            # the terms of the earlier chunks smaller.
             z = z * jnp.exp(old_maximum - maximum) + weights.sum(-1)
             # To get the logit of each target, set all other logits to 0, and sum.
             target_logit += jnp.where(ids == target, logits, 0).sum(-1)
