@@ -6,8 +6,8 @@
   from RULES, so one program runs on a laptop and on a TPU pod.
 - The mesh axes have JAX's type Explicit, so the sharding is part of an array's type. JAX
   reports a wrong sharding while it traces the program, even on a mesh of one device.
-- A checkpoint is a folder of files. Each process writes one file with the parts of the
-  arrays that its own devices hold. The checkpoint can be loaded on more or fewer devices.
+- A checkpoint is a folder of files. The processes divide the arrays, and each process
+  writes its part. The checkpoint can be loaded on more or fewer devices.
 
     python partition.py --verify runs/NAME/checkpoints/step_00001000    report damage
 
@@ -43,7 +43,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections import Counter, namedtuple
+from collections import Counter, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -239,8 +239,8 @@ def put_batch(batch, batch_size, mesh):
 # If two processes train a model, each checkpoint is a folder with these files:
 #
 #   RUN_DIR/checkpoints/step_00001000/
-#     pieces-00000-of-00002.msgpack    the array shards that process 0 holds
-#     pieces-00001-of-00002.msgpack    the array shards that process 1 holds
+#     pieces-00000-of-00002.msgpack    the array shards that process 0 writes
+#     pieces-00001-of-00002.msgpack    the array shards that process 1 writes
 #     manifest.json                    the step; the model and the vocabulary to which
 #                                      the weights belong; shape and dtype of each array;
 #                                      file, offset, bounds and checksum of each shard
@@ -252,7 +252,8 @@ def put_batch(batch, batch_size, mesh):
 #        "bounds": [[0, 512], [0, 1024]], "crc32": 3632233996}]}
 #
 # The word "pieces" means array shards. Other programs read these files, so the word must
-# not be changed.
+# not be changed. If process 0 writes more than MAX_SHARD_BYTES, further shards are in the
+# files pieces-00000-of-00002-001.msgpack, pieces-00000-of-00002-002.msgpack and so on.
 #
 # A kill or a power failure must never leave an incomplete folder that looks like a
 # checkpoint. Local files are therefore written in this order:
@@ -269,9 +270,11 @@ def put_batch(batch, batch_size, mesh):
 # checkpoint with another version cannot be loaded.
 FORMAT = 3
 
-# An array shard of more than 1 GiB is split before it is written to a file. The file
-# format msgpack limits each value to 4 GiB, and 1 GiB is well below this limit.
-MAX_SHARD_BYTES = 1 << 30
+# An array shard of more than 128 MiB is split, and a file with several shards has at most
+# 128 MiB. Several processes and threads can then share the work. Smaller files would take
+# longer, because each remote file needs several requests. The file format msgpack limits
+# each value to 4 GiB.
+MAX_SHARD_BYTES = 1 << 27
 
 
 class CheckpointError(Exception):
@@ -291,38 +294,35 @@ def flatten(tree):
 def local_shards(tree):
     """Yield the array shards that this process must write to a checkpoint.
 
-    If several devices hold copies of the same shard, only one copy is written. A shard of
-    more than MAX_SHARD_BYTES is yielded in parts. Each part has as many rows (entries of
-    axis 0) as fit into MAX_SHARD_BYTES, but at least one row.
+    If several devices hold copies of the same shard, only one copy is written. The
+    function divide_shards decides which device, and therefore which process, writes it.
 
     tree: a nested dict of jax.Arrays.
     Yields (array name, bounds, data) for each shard. The bounds are [start, stop] of each
     dimension, and data is a NumPy array. On a CPU, data is a view of the device's memory.
     On other devices, data is a copy. Training never changes the numbers in data.
     """
-    # Several devices, also of other processes, can hold copies of the same shard. Write
-    # only copy number 0. Without FSDP, process 0 often holds all copies with number 0.
-    owned = [
-        (name, array.shape, shard)
-        for name, array in sorted(flatten(tree).items())
+    arrays = flatten(tree)
+    held = {
+        (name, shard.device): shard.data
+        for name, array in arrays.items()
         for shard in array.addressable_shards
-        if shard.replica_id == 0
+    }
+    own = [
+        (name, bounds, rows, held[name, device])
+        for name, bounds, rows, device in divide_shards(arrays)
+        if device.process_index == jax.process_index()
     ]
-    # Start to copy these shards from the devices to the host in the background. The loop
-    # below then waits for the copy of one shard at a time.
-    jax.copy_to_host_async([shard.data for _, _, shard in owned])
-    for name, shape, shard in owned:
-        bounds = [index.indices(size)[:2] for index, size in zip(shard.index, shape)]
-        data = np.ascontiguousarray(shard.data)
-        if data.nbytes <= MAX_SHARD_BYTES:
-            yield name, bounds, data
-            continue
-        # This shard is larger than MAX_SHARD_BYTES, so split it into groups of rows.
-        rows = max(1, len(data) * MAX_SHARD_BYTES // data.nbytes)
-        for start in range(0, len(data), rows):
-            part = data[start : start + rows]
-            first = bounds[0][0] + start
-            yield name, [[first, first + len(part)], *bounds[1:]], part
+    # Copy several shards from the devices to the host at the same time. The part of a
+    # shard needs memory on its device, so do not start all copies at once.
+    for start in range(0, len(own), STREAMS):
+        group = [
+            (name, bounds, take_rows(data, rows))
+            for name, bounds, rows, data in own[start : start + STREAMS]
+        ]
+        jax.copy_to_host_async([data for _, _, data in group])
+        for name, bounds, data in group:
+            yield name, bounds, np.ascontiguousarray(data)
 
 
 def write_shards(path, shards):
@@ -380,8 +380,8 @@ def sync_folder(path):
 def write_checkpoint(folder, arrays, shards, step, identity):
     """Write a checkpoint. Every process must call this function.
 
-    Each process writes a file with its own array shards. Process 0 then waits for the
-    other processes, and writes a list of all shards to manifest.json.
+    Each process writes one or more files with its array shards. Process 0 then waits for
+    the other processes, and writes a list of all shards to manifest.json.
 
     The processes communicate only by files, because this function runs in the background.
     A collective operation could block the collective operations of the training step.
@@ -404,18 +404,21 @@ def write_checkpoint(folder, arrays, shards, step, identity):
     count = jax.process_count()
     files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
     own_file = files[jax.process_index()]
-    entries = write_shards(own_file, shards)
+    written = write_files(own_file, shards)
     if not is_main_process():
         # List the shards of this process in a JSON file. Process 0 waits for this file,
         # and copies the list to the manifest.
-        write_file(own_file.with_suffix(".json"), json.dumps(entries))
+        write_file(own_file.with_suffix(".json"), json.dumps(written))
         return
     # Wait for the JSON file of each other process, and add the shards that it lists.
     for file in files[1:]:
         index = file.with_suffix(".json")
-        for name, more in json.loads(wait_and_read(index)).items():
-            entries.setdefault(name, []).extend(more)
+        written += json.loads(wait_and_read(index))
         index.unlink()
+    entries = {}
+    for file_entries in written:
+        for name, more in file_entries.items():
+            entries.setdefault(name, []).extend(more)
     # Raise an error if the shard file is gone, because the run directory was moved during
     # the save. Otherwise, write_checked would create a new folder with a manifest, but
     # without shards.
@@ -475,6 +478,113 @@ def remove_checkpoint(path):
 
 
 # ====== below: reading, processes, a run's checkpoints, costs, the command ==============
+
+# ---- dividing a checkpoint among devices and threads -----------------------------------
+
+# The number of shards that a process copies, writes or reads at the same time. One thread
+# does not use the full speed of a disk or network. Each thread needs memory for one shard
+# of a remote file, so the number is small.
+STREAMS = 8
+
+
+def divide_shards(arrays):
+    """Decide which device provides each shard of a checkpoint.
+
+    Without FSDP, every process holds all arrays. Each process should then copy and write
+    about the same number of bytes. The decision needs no communication, because every
+    process knows the shardings, and therefore comes to the same result.
+
+    Shards of more than MAX_SHARD_BYTES are split into groups of rows (entries of axis 0).
+    Each group has as many rows as fit into MAX_SHARD_BYTES, but at least one row.
+
+    arrays: {array name: jax.Array}.
+    Yields (array name, bounds, rows, device) for each shard of the checkpoint. The rows
+    are a slice of the shard on the device, or None for the complete shard.
+    """
+    shards = []
+    for name, array in sorted(arrays.items()):
+        # Find all devices that hold a copy of each shard, as {bounds: [devices]}.
+        holders = {}
+        for device, index in array.sharding.devices_indices_map(array.shape).items():
+            bounds = tuple(cut.indices(n)[:2] for cut, n in zip(index, array.shape))
+            holders.setdefault(bounds, []).append(device)
+        for bounds, devices in holders.items():
+            size = math.prod(stop - start for start, stop in bounds)
+            size *= array.dtype.itemsize
+            if size <= MAX_SHARD_BYTES:
+                shards.append((size, name, bounds, None, devices))
+                continue
+            (first, last), *rest = bounds
+            count = max(1, (last - first) * MAX_SHARD_BYTES // size)
+            for start in range(first, last, count):
+                stop = min(start + count, last)
+                rows = slice(start - first, stop - first)
+                part = size * (stop - start) // (last - first)
+                shards.append((part, name, ((start, stop), *rest), rows, devices))
+    # Begin with the largest shard, and give each shard to the process that has the fewest
+    # bytes. In this process, choose the device that has the fewest bytes, because several
+    # devices can send data to the host at the same time.
+    loads = Counter()
+    for size, name, bounds, rows, devices in sorted(shards, key=lambda shard: -shard[0]):
+        device = min(devices, key=lambda d: (loads[d.process_index], loads[d]))
+        loads[device.process_index] += size
+        loads[device] += size
+        yield name, bounds, rows, device
+
+
+def take_rows(data, rows):
+    """Return some rows of an array on one device, or the array itself if rows is None."""
+    if rows is None:
+        return data
+    # JAX refuses to compute on one device while the mesh contains other devices.
+    with jax.set_mesh(jax.sharding.Mesh([data.device], ["device"])):
+        return data[rows]
+
+
+def in_parallel(function, items):
+    """Yield function(item) for each item, in the order of the items.
+
+    Up to STREAMS calls run in threads at the same time. The next item is taken only when
+    the result of an earlier item is taken. Therefore at most STREAMS items and results
+    are in memory.
+    """
+    running = deque()
+    with ThreadPoolExecutor(STREAMS) as threads:
+        for item in items:
+            running.append(threads.submit(function, item))
+            if len(running) == STREAMS:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+
+
+def write_files(path, shards):
+    """Write array shards to one or more files, several files at the same time.
+
+    path: the path of the first file. The second file of a.msgpack is a-001.msgpack.
+    shards: (array name, bounds, data) of each shard. A generator of shards is read only
+        as fast as the shards are written.
+    Returns a list of what write_shards returns for each file.
+    """
+
+    def groups():
+        """Yield the shards of each file as a list. There is at least one file."""
+        group, size = [], 0
+        for shard in shards:
+            if group and size + shard[2].nbytes > MAX_SHARD_BYTES:
+                yield group
+                group, size = [], 0
+            group.append(shard)
+            size += shard[2].nbytes
+        yield group
+
+    def write(numbered):
+        number, group = numbered
+        name = f"{path.stem}-{number:03}.msgpack" if number else path.name
+        return write_shards(path.with_name(name), group)
+
+    return list(in_parallel(write, enumerate(groups())))
+
 
 # ---- reading a checkpoint --------------------------------------------------------------
 
@@ -555,6 +665,23 @@ def read_shard(folder, entry, dtype):
     return np.frombuffer(data, dtype).reshape(shape)
 
 
+def find_shards(array, index):
+    """Find the shards of a stored array that overlap with a slice of the array.
+
+    array: the dict in manifest.json that describes the array.
+    index: a Python slice for each dimension.
+    Yields (number, entry, overlap) for each of these shards. The entry is the dict in
+    manifest.json that describes the shard. The overlap is (start, stop) of each dimension.
+    """
+    for number, entry in enumerate(array["pieces"]):
+        overlap = []
+        for cut, size, (first, last) in zip(index, array["shape"], entry["bounds"]):
+            start, stop, _ = cut.indices(size)
+            overlap.append((max(start, first), min(stop, last)))
+        if all(low < high for low, high in overlap):
+            yield number, entry, overlap
+
+
 def read_slice(folder, array, index, verified):
     """Read a slice of a stored array, such as rows 0 to 255, as a new NumPy array.
 
@@ -566,18 +693,15 @@ def read_slice(folder, array, index, verified):
     """
     wanted = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
     out = np.empty([stop - start for start, stop in wanted], array["dtype"])
-    for number, entry in enumerate(array["pieces"]):
-        # Find the part of this shard that overlaps with the wanted slice. This part,
-        # shard[source], is copied to out[target].
-        source, target = [], []
-        for (start, stop), (first, last) in zip(wanted, entry["bounds"]):
-            low, high = max(start, first), min(stop, last)
-            source.append(slice(low - first, high - first))
-            target.append(slice(low - start, high - start))
-        if any(part.start >= part.stop for part in source):
-            continue
+    for number, entry, overlap in find_shards(array, index):
         if number not in verified:
             verified[number] = read_shard(folder, entry, array["dtype"])
+        # Copy the part of this shard that overlaps with the wanted slice. This part,
+        # shard[source], is copied to out[target].
+        source, target = [], []
+        for (low, high), (start, _), (first, _) in zip(overlap, wanted, entry["bounds"]):
+            source.append(slice(low - first, high - first))
+            target.append(slice(low - start, high - start))
         out[tuple(target)] = verified[number][tuple(source)]
     return out
 
@@ -604,7 +728,8 @@ def check_owner(folder, manifest, identity):
 def read_checkpoint(folder, template, identity):
     """Load arrays from a checkpoint, and put them on the devices.
 
-    A checkpoint that was saved on 8 devices can also be loaded on 4 devices.
+    A checkpoint that was saved on 8 devices can also be loaded on 4 devices. Several
+    shards are read at the same time.
 
     template: a nested dict of ShapeDtypeStructs with shardings, one for each array to
         load. Other arrays of the checkpoint are ignored.
@@ -616,7 +741,8 @@ def read_checkpoint(folder, template, identity):
     manifest = read_manifest(folder)
     check_owner(folder, manifest, identity)
 
-    def read(name, wanted):
+    numbers = {}  # the numbers of the shards that this process needs, for each array
+    for name, wanted in flatten(template).items():
         stored = manifest["arrays"].get(name)
         if stored is None:
             raise UserError(
@@ -632,7 +758,24 @@ def read_checkpoint(folder, template, identity):
                 f"{asked}: use the configuration of the run that wrote this checkpoint. "
                 f"If this run has a recipe file, name the file with --config."
             )
-        verified = {}
+        slices = wanted.sharding.addressable_devices_indices_map(wanted.shape).values()
+        found = {number for cut in slices for number, *_ in find_shards(stored, cut)}
+        numbers[name] = sorted(found)
+
+    def read(shard):
+        name, number = shard
+        stored = manifest["arrays"][name]
+        return read_shard(folder, stored["pieces"][number], stored["dtype"])
+
+    # Read the shards of all arrays, one array after another. While the shards of an array
+    # are put on the devices, threads read the next shards.
+    shards = in_parallel(
+        read, [(name, number) for name in numbers for number in numbers[name]]
+    )
+
+    def load(name, wanted):
+        stored = manifest["arrays"][name]
+        verified = {number: next(shards) for number in numbers[name]}
         # Each device needs one slice of the array. JAX calls the lambda for each slice
         # that a device of this process needs.
         return jax.make_array_from_callback(
@@ -641,7 +784,7 @@ def read_checkpoint(folder, template, identity):
             lambda index: read_slice(folder, stored, index, verified),
         )
 
-    arrays = {name: read(name, wanted) for name, wanted in flatten(template).items()}
+    arrays = {name: load(name, wanted) for name, wanted in flatten(template).items()}
     return manifest["step"], unflatten_dict(arrays, sep="/")
 
 
@@ -963,13 +1106,22 @@ class Checkpoints:
     background: whether to write in a background thread while training continues.
     identity: the model and the vocabulary of the run, as configs.weights_identity returns
         them. They are written to each checkpoint, and compared when one is loaded.
+    report: a function that prints a line about each saved checkpoint.
     """
 
-    def __init__(self, run_dir, keep=3, background=True, identity=None):
+    def __init__(
+        self,
+        run_dir,
+        keep=3,
+        background=True,
+        identity=None,
+        report=lambda line: None,
+    ):
         self.folder = to_path(run_dir) / "checkpoints"
         self.keep = keep
         self.background = background
         self.identity = identity or {}
+        self.report = report
         self.executor = ThreadPoolExecutor(1)
         self.unfinished = None  # This becomes the Future of the latest background save.
 
@@ -990,14 +1142,17 @@ class Checkpoints:
         """Return the path of the checkpoint of a step, such as .../step_00001000."""
         return self.folder / f"step_{step:08}"
 
-    def save(self, tree, step, best=None):
+    def save(self, tree, step, best=lambda: None):
         """Save arrays as the checkpoint of a training step.
 
         If the previous save is still running, wait until it is finished.
 
         tree: a nested dict of jax.Arrays.
-        best: the step of an older checkpoint that must not be removed, or None.
+        best: a function that returns the step of an older checkpoint that must not be
+            removed, or None. It is called after the previous save is finished.
+        Returns how many seconds training had to wait.
         """
+        began = time.perf_counter()
         self.wait()
         arrays = {
             name: {"shape": a.shape, "dtype": a.dtype.name}
@@ -1008,18 +1163,21 @@ class Checkpoints:
             # list() copies all shards to the host before training continues, because the
             # next training step reuses the memory of the arrays.
             self.unfinished = self.executor.submit(
-                self.commit, arrays, list(shards), step, best
+                self.commit, arrays, list(shards), step, best(), began
             )
         else:
             # Write the files now. Training continues only when the files are complete.
-            self.commit(arrays, shards, step, best)
+            self.commit(arrays, shards, step, best(), began)
+        return time.perf_counter() - began
 
-    def commit(self, arrays, shards, step, best):
+    def commit(self, arrays, shards, step, best, began):
         """Write a checkpoint, and then remove all but the newest `keep` checkpoints.
 
-        The checkpoint of the step `best` is never removed. Raises CheckpointError if the
-        files cannot be written, for example because the disk is full.
+        The checkpoint of the step `best` is never removed. At the time `began`, training
+        has begun to wait. Raises CheckpointError if the files cannot be written, for
+        example because the disk is full.
         """
+        ready = time.perf_counter()
         try:
             write_checkpoint(self.path(step), arrays, shards, step, self.identity)
         except OSError as error:
@@ -1028,6 +1186,17 @@ class Checkpoints:
             ) from error
         if is_main_process():
             self.remove_old(step, best)
+            done = time.perf_counter()
+            gigabytes = sum(
+                math.prod(array["shape"]) * np.dtype(array["dtype"]).itemsize / 1e9
+                for array in arrays.values()
+            )
+            # In the background, training waits only until the shards are on the host.
+            waited = (ready if self.background else done) - began
+            self.report(
+                f"saved    {self.path(step)}: {gigabytes:.3g} GB written in "
+                f"{done - ready:.2f} s, training waited {waited:.2f} s"
+            )
 
     def remove_old(self, step, best):
         """Remove old checkpoints, so that only the newest `keep` checkpoints remain.
@@ -1557,11 +1726,7 @@ def verify(folder):
         except CheckpointError as error:
             return f"{name}: {error}"
 
-    # Read several shards at the same time, because one thread does not use the full speed
-    # of a disk or network. Each thread needs memory for one shard of a remote file, so
-    # use only 8 threads. The method map returns the results in the order of the shards.
-    with ThreadPoolExecutor(8) as threads:
-        return [problem for problem in threads.map(check, shards) if problem]
+    return [problem for problem in in_parallel(check, shards) if problem]
 
 
 def main(argv):
