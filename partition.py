@@ -31,6 +31,7 @@ Terms:
 
 import ctypes
 import functools
+import itertools
 import json
 import math
 import os
@@ -253,7 +254,7 @@ def put_batch(batch, batch_size, mesh):
 #
 # The word "pieces" means array shards. Other programs read these files, so the word must
 # not be changed. If process 0 writes more than MAX_SHARD_BYTES, further shards are in the
-# files pieces-00000-of-00002-001.msgpack, pieces-00000-of-00002-002.msgpack and so on.
+# files pieces-00000-of-00002-1.msgpack, pieces-00000-of-00002-2.msgpack and so on.
 #
 # A kill or a power failure must never leave an incomplete folder that looks like a
 # checkpoint. Local files are therefore written in this order:
@@ -270,10 +271,10 @@ def put_batch(batch, batch_size, mesh):
 # checkpoint with another version cannot be loaded.
 FORMAT = 3
 
-# An array shard of more than 128 MiB is split, and a file with several shards has at most
-# 128 MiB. Several processes and threads can then share the work. Smaller files would take
-# longer, because each remote file needs several requests. The file format msgpack limits
-# each value to 4 GiB.
+# An array shard of more than 128 MiB is split before it is written to a file, and a new
+# file begins after each 128 MiB. Several threads can then write different files. Smaller
+# files would take longer, because each remote file needs several requests. The format
+# msgpack limits each value to 4 GiB.
 MAX_SHARD_BYTES = 1 << 27
 
 
@@ -294,35 +295,42 @@ def flatten(tree):
 def local_shards(tree):
     """Yield the array shards that this process must write to a checkpoint.
 
-    If several devices hold copies of the same shard, only one copy is written. The
-    function divide_shards decides which device, and therefore which process, writes it.
+    If several devices hold copies of the same shard, only one copy is written. A shard of
+    more than MAX_SHARD_BYTES is yielded in parts. Each part has as many rows (entries of
+    axis 0) as fit into MAX_SHARD_BYTES, but at least one row.
 
     tree: a nested dict of jax.Arrays.
     Yields (array name, bounds, data) for each shard. The bounds are [start, stop] of each
     dimension, and data is a NumPy array. On a CPU, data is a view of the device's memory.
     On other devices, data is a copy. Training never changes the numbers in data.
     """
-    arrays = flatten(tree)
-    held = {
-        (name, shard.device): shard.data
-        for name, array in arrays.items()
+    # Several devices, also of other processes, can hold copies of the same shard. Only one
+    # of the copies is written. Number the arrays from the largest to the smallest. Arrays
+    # with successive numbers are written by different processes, so that each process
+    # copies and writes about the same number of bytes.
+    arrays = flatten(tree).items()
+    arrays = sorted(arrays, key=lambda item: (-item[1].nbytes, item[0]))
+    owned = [
+        (name, array.shape, shard)
+        for number, (name, array) in enumerate(arrays)
         for shard in array.addressable_shards
-    }
-    own = [
-        (name, bounds, rows, held[name, device])
-        for name, bounds, rows, device in divide_shards(arrays)
-        if device.process_index == jax.process_index()
+        if shard.replica_id == copy_to_write(number, array, shard)
     ]
-    # Copy several shards from the devices to the host at the same time. The part of a
-    # shard needs memory on its device, so do not start all copies at once.
-    for start in range(0, len(own), STREAMS):
-        group = [
-            (name, bounds, take_rows(data, rows))
-            for name, bounds, rows, data in own[start : start + STREAMS]
-        ]
-        jax.copy_to_host_async([data for _, _, data in group])
-        for name, bounds, data in group:
-            yield name, bounds, np.ascontiguousarray(data)
+    # Start to copy these shards from the devices to the host in the background. The loop
+    # below then waits for the copy of one shard at a time.
+    jax.copy_to_host_async([shard.data for _, _, shard in owned])
+    for name, shape, shard in owned:
+        bounds = [index.indices(size)[:2] for index, size in zip(shard.index, shape)]
+        data = np.ascontiguousarray(shard.data)
+        if data.nbytes <= MAX_SHARD_BYTES:
+            yield name, bounds, data
+            continue
+        # This shard is larger than MAX_SHARD_BYTES, so split it into groups of rows.
+        rows = max(1, len(data) * MAX_SHARD_BYTES // data.nbytes)
+        for start in range(0, len(data), rows):
+            part = data[start : start + rows]
+            first = bounds[0][0] + start
+            yield name, [[first, first + len(part)], *bounds[1:]], part
 
 
 def write_shards(path, shards):
@@ -479,111 +487,68 @@ def remove_checkpoint(path):
 
 # ====== below: reading, processes, a run's checkpoints, costs, the command ==============
 
-# ---- dividing a checkpoint among devices and threads -----------------------------------
-
-# The number of shards that a process copies, writes or reads at the same time. One thread
-# does not use the full speed of a disk or network. Each thread needs memory for one shard
-# of a remote file, so the number is small.
-STREAMS = 8
+# ---- dividing a checkpoint among processes and threads ---------------------------------
 
 
-def divide_shards(arrays):
-    """Decide which device provides each shard of a checkpoint.
+def copy_to_write(number, array, shard):
+    """Return which of the equal copies of a shard is written to a checkpoint.
 
-    Without FSDP, every process holds all arrays. Each process should then copy and write
-    about the same number of bytes. The decision needs no communication, because every
-    process knows the shardings, and therefore comes to the same result.
+    The result is a number like shard.replica_id, which counts the copies of a shard on
+    all devices. Every process computes the same result without communication.
 
-    Shards of more than MAX_SHARD_BYTES are split into groups of rows (entries of axis 0).
-    Each group has as many rows as fit into MAX_SHARD_BYTES, but at least one row.
-
-    arrays: {array name: jax.Array}.
-    Yields (array name, bounds, rows, device) for each shard of the checkpoint. The rows
-    are a slice of the shard on the device, or None for the complete shard.
+    number: the position of the array in the list of all arrays of the checkpoint.
+    array: a jax.Array.
+    shard: a shard of the array.
     """
-    shards = []
-    for name, array in sorted(arrays.items()):
-        # Find all devices that hold a copy of each shard, as {bounds: [devices]}.
-        holders = {}
-        for device, index in array.sharding.devices_indices_map(array.shape).items():
-            bounds = tuple(cut.indices(n)[:2] for cut, n in zip(index, array.shape))
-            holders.setdefault(bounds, []).append(device)
-        for bounds, devices in holders.items():
-            size = math.prod(stop - start for start, stop in bounds)
-            size *= array.dtype.itemsize
-            if size <= MAX_SHARD_BYTES:
-                shards.append((size, name, bounds, None, devices))
-                continue
-            (first, last), *rest = bounds
-            count = max(1, (last - first) * MAX_SHARD_BYTES // size)
-            for start in range(first, last, count):
-                stop = min(start + count, last)
-                rows = slice(start - first, stop - first)
-                part = size * (stop - start) // (last - first)
-                shards.append((part, name, ((start, stop), *rest), rows, devices))
-    # Begin with the largest shard, and give each shard to the process that has the fewest
-    # bytes. In this process, choose the device that has the fewest bytes, because several
-    # devices can send data to the host at the same time.
-    loads = Counter()
-    for size, name, bounds, rows, devices in sorted(shards, key=lambda shard: -shard[0]):
-        device = min(devices, key=lambda d: (loads[d.process_index], loads[d]))
-        loads[device.process_index] += size
-        loads[device] += size
-        yield name, bounds, rows, device
-
-
-def take_rows(data, rows):
-    """Return some rows of an array on one device, or the array itself if rows is None."""
-    if rows is None:
-        return data
-    # JAX refuses to compute on one device while the mesh contains other devices.
-    with jax.set_mesh(jax.sharding.Mesh([data.device], ["device"])):
-        return data[rows]
+    copies = array.sharding.num_devices * shard.data.size // max(1, array.size)
+    copies = max(1, copies)  # An array without numbers counts as one copy.
+    # If each of 2 processes holds 4 of 8 copies, use copy 0 of array 0, copy 4 of array
+    # 1, copy 1 of array 2, copy 5 of array 3 and so on. The processes take turns. Each
+    # process uses all its devices, which can send data to the host at the same time.
+    step = number * max(1, copies // jax.process_count())
+    return (step + step // copies) % copies
 
 
 def in_parallel(function, items):
     """Yield function(item) for each item, in the order of the items.
 
-    Up to STREAMS calls run in threads at the same time. The next item is taken only when
-    the result of an earlier item is taken. Therefore at most STREAMS items and results
-    are in memory.
+    Up to 8 calls run at the same time in threads, because one thread does not use the
+    full speed of a disk or network. The generator takes an item only when fewer than 8
+    items are in progress, so it needs memory for 8 items and their results.
     """
     running = deque()
-    with ThreadPoolExecutor(STREAMS) as threads:
+    with ThreadPoolExecutor(8) as threads:
         for item in items:
             running.append(threads.submit(function, item))
-            if len(running) == STREAMS:
+            if len(running) == 8:
                 yield running.popleft().result()
         while running:
             yield running.popleft().result()
 
 
 def write_files(path, shards):
-    """Write array shards to one or more files, several files at the same time.
+    """Write array shards to files of about MAX_SHARD_BYTES, several at the same time.
 
-    path: the path of the first file. The second file of a.msgpack is a-001.msgpack.
-    shards: (array name, bounds, data) of each shard. A generator of shards is read only
-        as fast as the shards are written.
-    Returns a list of what write_shards returns for each file.
+    path: the path of the first file. The file after x.msgpack is x-1.msgpack.
+    shards: (array name, bounds, data) of each shard, as local_shards yields them.
+    Returns a list of the results of write_shards, one for each file.
     """
+    size = 0
 
-    def groups():
-        """Yield the shards of each file as a list. There is at least one file."""
-        group, size = [], 0
-        for shard in shards:
-            if group and size + shard[2].nbytes > MAX_SHARD_BYTES:
-                yield group
-                group, size = [], 0
-            group.append(shard)
-            size += shard[2].nbytes
-        yield group
+    def file_number(shard):
+        """Count the files. The shard begins a new file after each MAX_SHARD_BYTES."""
+        nonlocal size
+        number = size // MAX_SHARD_BYTES
+        size += shard[2].nbytes
+        return number
 
-    def write(numbered):
-        number, group = numbered
-        name = f"{path.stem}-{number:03}.msgpack" if number else path.name
-        return write_shards(path.with_name(name), group)
+    def write(file):
+        number, group = file
+        # The first file has no number in its name, because -0 is 0.
+        return write_shards(path.with_stem(f"{path.stem}{-number or ''}"), group)
 
-    return list(in_parallel(write, enumerate(groups())))
+    files = itertools.groupby(shards, file_number)
+    return list(in_parallel(write, ((number, list(group)) for number, group in files)))
 
 
 # ---- reading a checkpoint --------------------------------------------------------------
@@ -665,23 +630,6 @@ def read_shard(folder, entry, dtype):
     return np.frombuffer(data, dtype).reshape(shape)
 
 
-def find_shards(array, index):
-    """Find the shards of a stored array that overlap with a slice of the array.
-
-    array: the dict in manifest.json that describes the array.
-    index: a Python slice for each dimension.
-    Yields (number, entry, overlap) for each of these shards. The entry is the dict in
-    manifest.json that describes the shard. The overlap is (start, stop) of each dimension.
-    """
-    for number, entry in enumerate(array["pieces"]):
-        overlap = []
-        for cut, size, (first, last) in zip(index, array["shape"], entry["bounds"]):
-            start, stop, _ = cut.indices(size)
-            overlap.append((max(start, first), min(stop, last)))
-        if all(low < high for low, high in overlap):
-            yield number, entry, overlap
-
-
 def read_slice(folder, array, index, verified):
     """Read a slice of a stored array, such as rows 0 to 255, as a new NumPy array.
 
@@ -693,15 +641,18 @@ def read_slice(folder, array, index, verified):
     """
     wanted = [cut.indices(size)[:2] for cut, size in zip(index, array["shape"])]
     out = np.empty([stop - start for start, stop in wanted], array["dtype"])
-    for number, entry, overlap in find_shards(array, index):
-        if number not in verified:
-            verified[number] = read_shard(folder, entry, array["dtype"])
-        # Copy the part of this shard that overlaps with the wanted slice. This part,
+    for number, entry in enumerate(array["pieces"]):
+        # Find the part of this shard that overlaps with the wanted slice. This part,
         # shard[source], is copied to out[target].
         source, target = [], []
-        for (low, high), (start, _), (first, _) in zip(overlap, wanted, entry["bounds"]):
+        for (start, stop), (first, last) in zip(wanted, entry["bounds"]):
+            low, high = max(start, first), min(stop, last)
             source.append(slice(low - first, high - first))
             target.append(slice(low - start, high - start))
+        if any(part.start >= part.stop for part in source):
+            continue
+        if number not in verified:
+            verified[number] = read_shard(folder, entry, array["dtype"])
         out[tuple(target)] = verified[number][tuple(source)]
     return out
 
@@ -729,7 +680,8 @@ def read_checkpoint(folder, template, identity):
     """Load arrays from a checkpoint, and put them on the devices.
 
     A checkpoint that was saved on 8 devices can also be loaded on 4 devices. Several
-    shards are read at the same time.
+    arrays are read at the same time. This needs memory for the parts of up to 8 arrays
+    that the devices of this process hold, and twice as much for a remote checkpoint.
 
     template: a nested dict of ShapeDtypeStructs with shardings, one for each array to
         load. Other arrays of the checkpoint are ignored.
@@ -741,8 +693,8 @@ def read_checkpoint(folder, template, identity):
     manifest = read_manifest(folder)
     check_owner(folder, manifest, identity)
 
-    numbers = {}  # the numbers of the shards that this process needs, for each array
-    for name, wanted in flatten(template).items():
+    def read(item):
+        name, wanted = item
         stored = manifest["arrays"].get(name)
         if stored is None:
             raise UserError(
@@ -758,24 +710,7 @@ def read_checkpoint(folder, template, identity):
                 f"{asked}: use the configuration of the run that wrote this checkpoint. "
                 f"If this run has a recipe file, name the file with --config."
             )
-        slices = wanted.sharding.addressable_devices_indices_map(wanted.shape).values()
-        found = {number for cut in slices for number, *_ in find_shards(stored, cut)}
-        numbers[name] = sorted(found)
-
-    def read(shard):
-        name, number = shard
-        stored = manifest["arrays"][name]
-        return read_shard(folder, stored["pieces"][number], stored["dtype"])
-
-    # Read the shards of all arrays, one array after another. While the shards of an array
-    # are put on the devices, threads read the next shards.
-    shards = in_parallel(
-        read, [(name, number) for name in numbers for number in numbers[name]]
-    )
-
-    def load(name, wanted):
-        stored = manifest["arrays"][name]
-        verified = {number: next(shards) for number in numbers[name]}
+        verified = {}
         # Each device needs one slice of the array. JAX calls the lambda for each slice
         # that a device of this process needs.
         return jax.make_array_from_callback(
@@ -784,7 +719,8 @@ def read_checkpoint(folder, template, identity):
             lambda index: read_slice(folder, stored, index, verified),
         )
 
-    arrays = {name: load(name, wanted) for name, wanted in flatten(template).items()}
+    template = flatten(template)
+    arrays = dict(zip(template, in_parallel(read, template.items())))
     return manifest["step"], unflatten_dict(arrays, sep="/")
 
 
@@ -1187,15 +1123,11 @@ class Checkpoints:
         if is_main_process():
             self.remove_old(step, best)
             done = time.perf_counter()
-            gigabytes = sum(
-                math.prod(array["shape"]) * np.dtype(array["dtype"]).itemsize / 1e9
-                for array in arrays.values()
-            )
             # In the background, training waits only until the shards are on the host.
             waited = (ready if self.background else done) - began
             self.report(
-                f"saved    {self.path(step)}: {gigabytes:.3g} GB written in "
-                f"{done - ready:.2f} s, training waited {waited:.2f} s"
+                f"saved    {self.path(step)} in {done - began:.2f} s, of which training "
+                f"waited {waited:.2f} s"
             )
 
     def remove_old(self, step, best):
