@@ -505,8 +505,9 @@ def copy_to_write(number, array, shard):
     # If each of 2 processes holds 4 of 8 copies, use copy 0 of array 0, copy 4 of array
     # 1, copy 1 of array 2, copy 5 of array 3 and so on. The processes take turns. Each
     # process uses all its devices, which can send data to the host at the same time.
-    step = number * max(1, copies // jax.process_count())
-    return (step + step // copies) % copies
+    devices = max(1, copies // jax.process_count())
+    step = number * devices
+    return (step + step // copies % devices) % copies
 
 
 def in_parallel(function, items):
