@@ -292,7 +292,7 @@ def flatten(tree):
     return flatten_dict(tree, sep="/")
 
 
-def local_shards(tree):
+def local_shards(tree, copies={}):
     """Yield the array shards that this process must write to a checkpoint.
 
     If several devices hold copies of the same shard, only one copy is written. A shard of
@@ -300,21 +300,18 @@ def local_shards(tree):
     axis 0) as fit into MAX_SHARD_BYTES, but at least one row.
 
     tree: a nested dict of jax.Arrays.
+    copies: {array name: the number of the copy that is written}. The default is copy 0.
     Yields (array name, bounds, data) for each shard. The bounds are [start, stop] of each
     dimension, and data is a NumPy array. On a CPU, data is a view of the device's memory.
     On other devices, data is a copy. Training never changes the numbers in data.
     """
-    # Several devices, also of other processes, can hold copies of the same shard. Only one
-    # of the copies is written. Number the arrays from the largest to the smallest. Arrays
-    # with successive numbers are written by different processes, so that each process
-    # copies and writes about the same number of bytes.
-    arrays = flatten(tree).items()
-    arrays = sorted(arrays, key=lambda item: (-item[1].nbytes, item[0]))
+    # Several devices, also of other processes, can hold copies of the same shard. Write
+    # only one copy. Without FSDP, process 0 often holds all copies with number 0.
     owned = [
         (name, array.shape, shard)
-        for number, (name, array) in enumerate(arrays)
+        for name, array in sorted(flatten(tree).items())
         for shard in array.addressable_shards
-        if shard.replica_id == copy_to_write(number, array, shard)
+        if shard.replica_id == copies.get(name, 0)
     ]
     # Start to copy these shards from the devices to the host in the background. The loop
     # below then waits for the copy of one shard at a time.
@@ -385,11 +382,11 @@ def sync_folder(path):
     os.close(descriptor)
 
 
-def write_checkpoint(folder, arrays, shards, step, identity):
+def write_checkpoint(folder, arrays, shards, step, identity, write=write_shards):
     """Write a checkpoint. Every process must call this function.
 
-    Each process writes one or more files with its array shards. Process 0 then waits for
-    the other processes, and writes a list of all shards to manifest.json.
+    Each process writes its array shards to one or more files. Process 0 then waits for the
+    other processes, and writes a list of all shards to manifest.json.
 
     The processes communicate only by files, because this function runs in the background.
     A collective operation could block the collective operations of the training step.
@@ -399,6 +396,7 @@ def write_checkpoint(folder, arrays, shards, step, identity):
     shards: (array name, bounds, data) of each shard that this process writes.
     identity: the model and the vocabulary of the run, as configs.weights_identity returns
         them.
+    write: the function that writes the shards, such as write_shards.
     """
     # Write a local checkpoint to a folder tmp-..., and rename this folder at the end. A
     # remote folder cannot be renamed, so write to the final folder. A remote checkpoint
@@ -412,25 +410,23 @@ def write_checkpoint(folder, arrays, shards, step, identity):
     count = jax.process_count()
     files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
     own_file = files[jax.process_index()]
-    written = write_files(own_file, shards)
+    entries = write(own_file, shards)
     if not is_main_process():
         # List the shards of this process in a JSON file. Process 0 waits for this file,
         # and copies the list to the manifest.
-        write_file(own_file.with_suffix(".json"), json.dumps(written))
+        write_file(own_file.with_suffix(".json"), json.dumps(entries))
         return
     # Wait for the JSON file of each other process, and add the shards that it lists.
     for file in files[1:]:
         index = file.with_suffix(".json")
-        written += json.loads(wait_and_read(index))
-        index.unlink()
-    entries = {}
-    for file_entries in written:
-        for name, more in file_entries.items():
+        for name, more in json.loads(wait_and_read(index)).items():
             entries.setdefault(name, []).extend(more)
-    # Raise an error if the shard file is gone, because the run directory was moved during
-    # the save. Otherwise, write_checked would create a new folder with a manifest, but
-    # without shards.
-    own_file.stat()
+        index.unlink()
+    # Raise an error if the local folder is gone, because the run directory was moved
+    # during the save. Otherwise, write_checked would create a new folder with a manifest,
+    # but without shards.
+    if not is_remote(folder):
+        temporary.stat()
     manifest = {
         "format": FORMAT,
         "step": step,
@@ -490,24 +486,32 @@ def remove_checkpoint(path):
 # ---- dividing a checkpoint among processes and threads ---------------------------------
 
 
-def copy_to_write(number, array, shard):
-    """Return which of the equal copies of a shard is written to a checkpoint.
+def choose_copies(arrays):
+    """Choose which copy of each array is written to a checkpoint.
 
-    The result is a number like shard.replica_id, which counts the copies of a shard on
-    all devices. Every process computes the same result without communication.
+    Without FSDP, every process holds copies of all arrays. With this choice, each process
+    copies and writes about the same number of bytes. The processes do not communicate,
+    because every process computes the same result from the shardings.
 
-    number: the position of the array in the list of all arrays of the checkpoint.
-    array: a jax.Array.
-    shard: a shard of the array.
+    arrays: {array name: jax.Array}.
+    Returns {array name: number}. Numbers like shard.replica_id count the copies of a shard
+    on all devices.
     """
-    copies = array.sharding.num_devices * shard.data.size // max(1, array.size)
-    copies = max(1, copies)  # An array without numbers counts as one copy.
-    # If each of 2 processes holds 4 of 8 copies, use copy 0 of array 0, copy 4 of array
-    # 1, copy 1 of array 2, copy 5 of array 3 and so on. The processes take turns. Each
-    # process uses all its devices, which can send data to the host at the same time.
-    devices = max(1, copies // jax.process_count())
-    step = number * devices
-    return (step + step // copies % devices) % copies
+    chosen = {}
+    # Begin with the largest array, so that successive arrays have similar sizes.
+    by_size = sorted(arrays.items(), key=lambda item: (-item[1].nbytes, item[0]))
+    for number, (name, array) in enumerate(by_size):
+        shard_size = math.prod(array.sharding.shard_shape(array.shape))
+        copies = array.sharding.num_devices * shard_size // max(1, array.size)
+        copies = max(1, copies)  # An array without numbers counts as one copy.
+        # If each of 2 processes holds 4 of 8 copies, choose copy 0 of array 0, copy 4 of
+        # array 1, copy 1 of array 2, copy 5 of array 3 and so on. The processes take
+        # turns. Each process uses all its devices, which can send data to the host at
+        # the same time.
+        devices = max(1, copies // jax.process_count())
+        step = number * devices
+        chosen[name] = (step + step // copies % devices) % copies
+    return chosen
 
 
 def in_parallel(function, items):
@@ -532,7 +536,7 @@ def write_files(path, shards):
 
     path: the path of the first file. The file after x.msgpack is x-1.msgpack.
     shards: (array name, bounds, data) of each shard, as local_shards yields them.
-    Returns a list of the results of write_shards, one for each file.
+    Returns {array name: [dict for the manifest, one for each shard]}, as write_shards does.
     """
     size = 0
 
@@ -549,7 +553,11 @@ def write_files(path, shards):
         return write_shards(path.with_stem(f"{path.stem}{-number or ''}"), group)
 
     files = itertools.groupby(shards, file_number)
-    return list(in_parallel(write, ((number, list(group)) for number, group in files)))
+    entries = {}
+    for written in in_parallel(write, ((number, list(group)) for number, group in files)):
+        for name, more in written.items():
+            entries.setdefault(name, []).extend(more)
+    return entries
 
 
 # ---- reading a checkpoint --------------------------------------------------------------
@@ -1091,11 +1099,11 @@ class Checkpoints:
         """
         began = time.perf_counter()
         self.wait()
+        flat = flatten(tree)
         arrays = {
-            name: {"shape": a.shape, "dtype": a.dtype.name}
-            for name, a in flatten(tree).items()
+            name: {"shape": a.shape, "dtype": a.dtype.name} for name, a in flat.items()
         }
-        shards = local_shards(tree)
+        shards = local_shards(tree, choose_copies(flat))
         if self.background:
             # list() copies all shards to the host before training continues, because the
             # next training step reuses the memory of the arrays.
@@ -1116,7 +1124,9 @@ class Checkpoints:
         """
         ready = time.perf_counter()
         try:
-            write_checkpoint(self.path(step), arrays, shards, step, self.identity)
+            write_checkpoint(
+                self.path(step), arrays, shards, step, self.identity, write_files
+            )
         except OSError as error:
             raise CheckpointError(
                 f"{self.path(step)} could not be written ({error})"

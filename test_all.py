@@ -6915,6 +6915,18 @@ def test_processes_divide_a_checkpoint(tmp_path, monkeypatch, processes):
             assert_equal(arrays, tree)
 
 
+def test_a_process_without_shards_writes_no_file(tmp_path, monkeypatch):
+    """There may be more processes than arrays. The first device may be in any process."""
+    mesh = partition.set_mesh(change(), jax.devices())
+    tree = {"x": jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P()))}
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    reverse = types.SimpleNamespace(devices=mesh.devices[::-1])
+    save_as_processes(checkpoints, tree, reverse, 4, monkeypatch)
+    (file,) = checkpoints.path(1).glob("*.msgpack")
+    assert file.name == "pieces-00003-of-00004.msgpack"
+    assert_equal(checkpoints.load(template_of(tree, mesh))[1], tree)
+
+
 def test_a_process_that_dies_during_a_save_leaves_no_checkpoint(tmp_path, monkeypatch):
     """The main process waits for the list of the missing shards, and reports an error."""
     mesh = partition.set_mesh(change(), jax.devices())
@@ -7021,9 +7033,9 @@ def test_a_saved_checkpoint_is_reported(tmp_path, monkeypatch, background):
     monkeypatch.setattr(partition, "time", clock)
     copy, write = partition.local_shards, partition.write_checkpoint
 
-    def copy_for_three_seconds(tree):
+    def copy_for_three_seconds(*args):
         now[0] += 3
-        yield from copy(tree)
+        yield from copy(*args)
 
     def write_for_five_seconds(*args):
         write(*args)
@@ -14461,8 +14473,7 @@ def test_only_shards_that_are_written_are_copied_to_the_host(monkeypatch):
     """
     mesh = partition.set_mesh(change(), jax.devices()[:4])
     sharding = jax.NamedSharding(mesh, jax.P())
-    # The names are in the order of the sizes, from the largest array to the smallest.
-    sizes = {"d": 4, "c": 3, "b": 2, "a": 1}
+    sizes = {"a": 4, "b": 3, "c": 2, "d": 1}
     arrays = {name: jax.device_put(np.ones(n), sharding) for name, n in sizes.items()}
     x = arrays["a"]
     assert sorted(shard.replica_id for shard in x.addressable_shards) == [0, 1, 2, 3]
@@ -14477,10 +14488,11 @@ def test_only_shards_that_are_written_are_copied_to_the_host(monkeypatch):
     monkeypatch.setattr(partition.jax, "process_count", lambda: 2)
     devices = list(mesh.devices.flat)
     # The processes take turns, and each process uses all its devices.
-    for own, names in (devices[:2], ["d", "b"]), (devices[2:], ["c", "a"]):
+    for own, names in (devices[:2], ["a", "c"]), (devices[2:], ["b", "d"]):
         copied.clear()
         tree = {name: seen_by(array, own) for name, array in arrays.items()}
-        found = [name for name, _, _ in partition.local_shards(tree)]
+        shards = partition.local_shards(tree, partition.choose_copies(tree))
+        found = [name for name, _, _ in shards]
         assert found == names, f"The process should write {names}, and writes {found}."
         used = [device for leaf in copied for device in leaf.devices()]
         assert used == own, (
