@@ -31,7 +31,6 @@ Terms:
 
 import ctypes
 import functools
-import itertools
 import json
 import math
 import os
@@ -44,7 +43,7 @@ import tempfile
 import threading
 import time
 import zlib
-from collections import Counter, deque, namedtuple
+from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -253,8 +252,8 @@ def put_batch(batch, batch_size, mesh):
 #        "bounds": [[0, 512], [0, 1024]], "crc32": 3632233996}]}
 #
 # The word "pieces" means array shards. Other programs read these files, so the word must
-# not be changed. If process 0 writes more than MAX_SHARD_BYTES, further shards are in the
-# files pieces-00000-of-00002-1.msgpack, pieces-00000-of-00002-2.msgpack and so on.
+# not be changed. For more than MAX_SHARD_BYTES, process 0 also writes the files
+# pieces-00000-of-00002-1.msgpack, pieces-00000-of-00002-2.msgpack and so on.
 #
 # A kill or a power failure must never leave an incomplete folder that looks like a
 # checkpoint. Local files are therefore written in this order:
@@ -271,10 +270,9 @@ def put_batch(batch, batch_size, mesh):
 # checkpoint with another version cannot be loaded.
 FORMAT = 3
 
-# An array shard of more than 128 MiB is split before it is written to a file, and a new
-# file begins after each 128 MiB. Several threads can then write different files. Smaller
-# files would take longer, because each remote file needs several requests. The format
-# msgpack limits each value to 4 GiB.
+# An array shard of more than 128 MiB is split before it is written to a file. Several
+# threads can then write different parts of a large shard to different files. The file
+# format msgpack limits each value to 4 GiB.
 MAX_SHARD_BYTES = 1 << 27
 
 
@@ -385,7 +383,7 @@ def sync_folder(path):
 def write_checkpoint(folder, arrays, shards, step, identity, write=write_shards):
     """Write a checkpoint. Every process must call this function.
 
-    Each process writes its array shards to one or more files. Process 0 then waits for the
+    Each process writes files with its own array shards. Process 0 then waits for the
     other processes, and writes a list of all shards to manifest.json.
 
     The processes communicate only by files, because this function runs in the background.
@@ -422,11 +420,10 @@ def write_checkpoint(folder, arrays, shards, step, identity, write=write_shards)
         for name, more in json.loads(wait_and_read(index)).items():
             entries.setdefault(name, []).extend(more)
         index.unlink()
-    # Raise an error if the local folder is gone, because the run directory was moved
-    # during the save. Otherwise, write_checked would create a new folder with a manifest,
-    # but without shards.
-    if not is_remote(folder):
-        temporary.stat()
+    # Raise an error if the shard file is gone, because the run directory was moved during
+    # the save. Otherwise, write_checked would create a new folder with a manifest, but
+    # without shards.
+    own_file.stat()
     manifest = {
         "format": FORMAT,
         "step": step,
@@ -485,6 +482,9 @@ def remove_checkpoint(path):
 
 # ---- dividing a checkpoint among processes and threads ---------------------------------
 
+# How many files a process writes, and how many arrays it reads, at the same time.
+STREAMS = 8
+
 
 def choose_copies(arrays):
     """Choose which copy of each array is written to a checkpoint.
@@ -501,9 +501,9 @@ def choose_copies(arrays):
     # Begin with the largest array, so that successive arrays have similar sizes.
     by_size = sorted(arrays.items(), key=lambda item: (-item[1].nbytes, item[0]))
     for number, (name, array) in enumerate(by_size):
-        shard_size = math.prod(array.sharding.shard_shape(array.shape))
-        copies = array.sharding.num_devices * shard_size // max(1, array.size)
-        copies = max(1, copies)  # An array without numbers counts as one copy.
+        shard = array.addressable_shards[0].data
+        # An array of size 0 counts as one copy.
+        copies = array.sharding.num_devices * shard.size // (array.size or 1) or 1
         # If each of 2 processes holds 4 of 8 copies, choose copy 0 of array 0, copy 4 of
         # array 1, copy 1 of array 2, copy 5 of array 3 and so on. The processes take
         # turns. Each process uses all its devices, which can send data to the host at
@@ -514,49 +514,27 @@ def choose_copies(arrays):
     return chosen
 
 
-def in_parallel(function, items):
-    """Yield function(item) for each item, in the order of the items.
-
-    Up to 8 calls run at the same time in threads, because one thread does not use the
-    full speed of a disk or network. The generator takes an item only when fewer than 8
-    items are in progress, so it needs memory for 8 items and their results.
-    """
-    running = deque()
-    with ThreadPoolExecutor(8) as threads:
-        for item in items:
-            running.append(threads.submit(function, item))
-            if len(running) == 8:
-                yield running.popleft().result()
-        while running:
-            yield running.popleft().result()
-
-
 def write_files(path, shards):
-    """Write array shards to files of about MAX_SHARD_BYTES, several at the same time.
+    """Write array shards to up to STREAMS files at the same time.
 
-    path: the path of the first file. The file after x.msgpack is x-1.msgpack.
-    shards: (array name, bounds, data) of each shard, as local_shards yields them.
+    A file for each MAX_SHARD_BYTES is enough, so a small checkpoint has a single file.
+
+    path: the path of the first file. The next files of a.msgpack are a-1.msgpack and so on.
+    shards: a list with (array name, bounds, data) of each shard.
     Returns {array name: [dict for the manifest, one for each shard]}, as write_shards does.
     """
-    size = 0
+    size = sum(data.nbytes for _, _, data in shards)
+    count = min(STREAMS, 1 + size // MAX_SHARD_BYTES)
 
-    def file_number(shard):
-        """Count the files. The shard begins a new file after each MAX_SHARD_BYTES."""
-        nonlocal size
-        number = size // MAX_SHARD_BYTES
-        size += shard[2].nbytes
-        return number
+    def write(number):
+        file = path.with_stem(f"{path.stem}-{number}") if number else path
+        return write_shards(file, shards[number::count])
 
-    def write(file):
-        number, group = file
-        # The first file has no number in its name, because -0 is 0.
-        return write_shards(path.with_stem(f"{path.stem}{-number or ''}"), group)
-
-    files = itertools.groupby(shards, file_number)
     entries = {}
-    for written in in_parallel(write, ((number, list(group)) for number, group in files)):
-        for name, more in written.items():
-            entries.setdefault(name, []).extend(more)
+    with ThreadPoolExecutor(count) as threads:
+        for written in threads.map(write, range(count)):
+            for name, more in written.items():
+                entries.setdefault(name, []).extend(more)
     return entries
 
 
@@ -688,9 +666,7 @@ def check_owner(folder, manifest, identity):
 def read_checkpoint(folder, template, identity):
     """Load arrays from a checkpoint, and put them on the devices.
 
-    A checkpoint that was saved on 8 devices can also be loaded on 4 devices. Several
-    arrays are read at the same time. This needs memory for the parts of up to 8 arrays
-    that the devices of this process hold, and twice as much for a remote checkpoint.
+    A checkpoint that was saved on 8 devices can also be loaded on 4 devices.
 
     template: a nested dict of ShapeDtypeStructs with shardings, one for each array to
         load. Other arrays of the checkpoint are ignored.
@@ -702,8 +678,7 @@ def read_checkpoint(folder, template, identity):
     manifest = read_manifest(folder)
     check_owner(folder, manifest, identity)
 
-    def read(item):
-        name, wanted = item
+    def read(name, wanted):
         stored = manifest["arrays"].get(name)
         if stored is None:
             raise UserError(
@@ -728,8 +703,13 @@ def read_checkpoint(folder, template, identity):
             lambda index: read_slice(folder, stored, index, verified),
         )
 
+    # Read several arrays at the same time, because one thread does not use the full speed
+    # of a disk or network. Each thread needs memory for the part of an array that this
+    # process needs, and for a remote file also for the shards that contain this part.
     template = flatten(template)
-    arrays = dict(zip(template, in_parallel(read, template.items())))
+    with ThreadPoolExecutor(STREAMS) as threads:
+        values = threads.map(read, template, template.values())
+        arrays = dict(zip(template, values))
     return manifest["step"], unflatten_dict(arrays, sep="/")
 
 
@@ -1103,12 +1083,12 @@ class Checkpoints:
         arrays = {
             name: {"shape": a.shape, "dtype": a.dtype.name} for name, a in flat.items()
         }
-        shards = local_shards(tree, choose_copies(flat))
+        # list() copies all shards to the host before training continues, because the next
+        # training step reuses the memory of the arrays.
+        shards = list(local_shards(tree, choose_copies(flat)))
         if self.background:
-            # list() copies all shards to the host before training continues, because the
-            # next training step reuses the memory of the arrays.
             self.unfinished = self.executor.submit(
-                self.commit, arrays, list(shards), step, best(), began
+                self.commit, arrays, shards, step, best(), began
             )
         else:
             # Write the files now. Training continues only when the files are complete.
@@ -1669,7 +1649,11 @@ def verify(folder):
         except CheckpointError as error:
             return f"{name}: {error}"
 
-    return [problem for problem in in_parallel(check, shards) if problem]
+    # Read several shards at the same time, because one thread does not use the full speed
+    # of a disk or network. Each thread needs memory for one shard of a remote file, so
+    # use only 8 threads. The method map returns the results in the order of the shards.
+    with ThreadPoolExecutor(8) as threads:
+        return [problem for problem in threads.map(check, shards) if problem]
 
 
 def main(argv):

@@ -6915,15 +6915,15 @@ def test_processes_divide_a_checkpoint(tmp_path, monkeypatch, processes):
             assert_equal(arrays, tree)
 
 
-def test_a_process_without_shards_writes_no_file(tmp_path, monkeypatch):
+def test_a_process_without_shards_writes_an_empty_file(tmp_path, monkeypatch):
     """There may be more processes than arrays. The first device may be in any process."""
     mesh = partition.set_mesh(change(), jax.devices())
-    tree = {"x": jax.device_put(jnp.arange(8.0), jax.NamedSharding(mesh, jax.P()))}
+    tree = {"x": jax.device_put(jnp.eye(8), jax.NamedSharding(mesh, jax.P()))}
     checkpoints = partition.Checkpoints(tmp_path, background=False)
     reverse = types.SimpleNamespace(devices=mesh.devices[::-1])
     save_as_processes(checkpoints, tree, reverse, 4, monkeypatch)
-    (file,) = checkpoints.path(1).glob("*.msgpack")
-    assert file.name == "pieces-00003-of-00004.msgpack"
+    files = sorted(checkpoints.path(1).glob("*.msgpack"))
+    assert [file.stat().st_size > 0 for file in files] == [False, False, False, True]
     assert_equal(checkpoints.load(template_of(tree, mesh))[1], tree)
 
 
@@ -6940,7 +6940,7 @@ def test_a_process_that_dies_during_a_save_leaves_no_checkpoint(tmp_path, monkey
 
     def write_half(path, shards):
         write(path, shards[: len(shards) // 2])
-        raise SystemExit  # only the first of the two calls of save
+        raise SystemExit  # process 1 ends before it lists its shards
 
     main_process = jax.device_put(tree, jax.NamedSharding(mesh, jax.P()))
     monkeypatch.setattr(partition, "write_shards", write_half)
@@ -6960,7 +6960,7 @@ def test_several_files_are_written_and_read_at_the_same_time(
     tmp_path, monkeypatch, one_device, background
 ):
     """Each of three files waits until all three files are open."""
-    monkeypatch.setattr(partition, "MAX_SHARD_BYTES", 64)
+    monkeypatch.setattr(partition, "MAX_SHARD_BYTES", 80)
     tree = {name: jnp.arange(16.0) + i for i, name in enumerate("abc")}
     checkpoints = partition.Checkpoints(tmp_path, background=background)
     for name in ("write_shards", "read_shard"):
@@ -6981,21 +6981,7 @@ def test_several_files_are_written_and_read_at_the_same_time(
     assert_equal(arrays, tree)
 
 
-def test_parallel_calls_take_no_more_items_than_they_need():
-    """A generator of shards may read each shard from a file, so few are in memory."""
-    taken = []
-
-    def items():
-        for item in range(30):
-            taken.append(item)
-            yield item
-
-    for number, result in enumerate(partition.in_parallel(str, items())):
-        assert result == str(number) and len(taken) <= number + 8
-    assert taken == list(range(30))
-
-
-@pytest.mark.parametrize("method", ["_open", "created"])
+@pytest.mark.parametrize("method", ["open", "write"])
 def test_a_lost_connection_leaves_no_checkpoint(monkeypatch, one_device, method):
     """One of several remote files cannot be opened or written. The next save succeeds."""
     from fsspec.implementations.memory import MemoryFileSystem
@@ -7011,7 +6997,7 @@ def test_a_lost_connection_leaves_no_checkpoint(monkeypatch, one_device, method)
         file = open_file(self, path, mode, **more)
         if path.endswith("-3.msgpack") and failures:
             error = OSError(failures.pop())
-            if method == "_open":
+            if method == "open":
                 raise error
             file.write = lambda _: (_ for _ in ()).throw(error)
         return file
