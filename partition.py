@@ -304,7 +304,8 @@ def local_shards(tree, copies={}):
     On other devices, data is a copy. Training never changes the numbers in data.
     """
     # Several devices, also of other processes, can hold copies of the same shard. Write
-    # only one copy. Without FSDP, process 0 often holds all copies with number 0.
+    # only one copy. Without FSDP, process 0 often holds all copies with number 0, and the
+    # other copies let other processes share the work.
     owned = [
         (name, array.shape, shard)
         for name, array in sorted(flatten(tree).items())
@@ -482,7 +483,8 @@ def remove_checkpoint(path):
 
 # ---- dividing a checkpoint among processes and threads ---------------------------------
 
-# How many files a process writes, and how many arrays it reads, at the same time.
+# The number of files that a process writes at the same time, and the number of arrays
+# that a process reads at the same time.
 STREAMS = 8
 
 
@@ -494,8 +496,8 @@ def choose_copies(arrays):
     because every process computes the same result from the shardings.
 
     arrays: {array name: jax.Array}.
-    Returns {array name: number}. Numbers like shard.replica_id count the copies of a shard
-    on all devices.
+    Returns {array name: number}. The number is like shard.replica_id, which counts the
+    copies of a shard on all devices.
     """
     chosen = {}
     # Begin with the largest array, so that successive arrays have similar sizes.
@@ -519,9 +521,9 @@ def write_files(path, shards):
 
     A file for each MAX_SHARD_BYTES is enough, so a small checkpoint has a single file.
 
-    path: the path of the first file. The next files of a.msgpack are a-1.msgpack and so on.
+    path: the path of the first file. After a.msgpack come a-1.msgpack and so on.
     shards: a list with (array name, bounds, data) of each shard.
-    Returns {array name: [dict for the manifest, one for each shard]}, as write_shards does.
+    Returns {array name: [dict for the manifest, one for each shard of the array]}.
     """
     size = sum(data.nbytes for _, _, data in shards)
     count = min(STREAMS, 1 + size // MAX_SHARD_BYTES)
