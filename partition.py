@@ -6,8 +6,8 @@
   from RULES, so one program runs on a laptop and on a TPU pod.
 - The mesh axes have JAX's type Explicit, so the sharding is part of an array's type. JAX
   reports a wrong sharding while it traces the program, even on a mesh of one device.
-- A checkpoint is a folder of files. Each process writes one file with the parts of the
-  arrays that its own devices hold. The checkpoint can be loaded on more or fewer devices.
+- A checkpoint is a folder of files. The processes divide the arrays, and each process
+  writes its part. The checkpoint can be loaded on more or fewer devices.
 
     python partition.py --verify runs/NAME/checkpoints/step_00001000    report damage
 
@@ -239,8 +239,8 @@ def put_batch(batch, batch_size, mesh):
 # If two processes train a model, each checkpoint is a folder with these files:
 #
 #   RUN_DIR/checkpoints/step_00001000/
-#     pieces-00000-of-00002.msgpack    the array shards that process 0 holds
-#     pieces-00001-of-00002.msgpack    the array shards that process 1 holds
+#     pieces-00000-of-00002.msgpack    the array shards that process 0 writes
+#     pieces-00001-of-00002.msgpack    the array shards that process 1 writes
 #     manifest.json                    the step; the model and the vocabulary to which
 #                                      the weights belong; shape and dtype of each array;
 #                                      file, offset, bounds and checksum of each shard
@@ -252,7 +252,8 @@ def put_batch(batch, batch_size, mesh):
 #        "bounds": [[0, 512], [0, 1024]], "crc32": 3632233996}]}
 #
 # The word "pieces" means array shards. Other programs read these files, so the word must
-# not be changed.
+# not be changed. For more than MAX_SHARD_BYTES, process 0 also writes the files
+# pieces-00000-of-00002-1.msgpack, pieces-00000-of-00002-2.msgpack and so on.
 #
 # A kill or a power failure must never leave an incomplete folder that looks like a
 # checkpoint. Local files are therefore written in this order:
@@ -269,9 +270,10 @@ def put_batch(batch, batch_size, mesh):
 # checkpoint with another version cannot be loaded.
 FORMAT = 3
 
-# An array shard of more than 1 GiB is split before it is written to a file. The file
-# format msgpack limits each value to 4 GiB, and 1 GiB is well below this limit.
-MAX_SHARD_BYTES = 1 << 30
+# An array shard of more than 128 MiB is split before it is written to a file. Several
+# threads can then write different parts of a large shard to different files. The file
+# format msgpack limits each value to 4 GiB.
+MAX_SHARD_BYTES = 1 << 27
 
 
 class CheckpointError(Exception):
@@ -288,7 +290,7 @@ def flatten(tree):
     return flatten_dict(tree, sep="/")
 
 
-def local_shards(tree):
+def local_shards(tree, copies={}):
     """Yield the array shards that this process must write to a checkpoint.
 
     If several devices hold copies of the same shard, only one copy is written. A shard of
@@ -296,17 +298,19 @@ def local_shards(tree):
     axis 0) as fit into MAX_SHARD_BYTES, but at least one row.
 
     tree: a nested dict of jax.Arrays.
+    copies: {array name: the number of the copy that is written}. The default is copy 0.
     Yields (array name, bounds, data) for each shard. The bounds are [start, stop] of each
     dimension, and data is a NumPy array. On a CPU, data is a view of the device's memory.
     On other devices, data is a copy. Training never changes the numbers in data.
     """
     # Several devices, also of other processes, can hold copies of the same shard. Write
-    # only copy number 0. Without FSDP, process 0 often holds all copies with number 0.
+    # only one copy. Without FSDP, process 0 often holds all copies with number 0, and the
+    # other copies let other processes share the work.
     owned = [
         (name, array.shape, shard)
         for name, array in sorted(flatten(tree).items())
         for shard in array.addressable_shards
-        if shard.replica_id == 0
+        if shard.replica_id == copies.get(name, 0)
     ]
     # Start to copy these shards from the devices to the host in the background. The loop
     # below then waits for the copy of one shard at a time.
@@ -377,10 +381,10 @@ def sync_folder(path):
     os.close(descriptor)
 
 
-def write_checkpoint(folder, arrays, shards, step, identity):
+def write_checkpoint(folder, arrays, shards, step, identity, write=write_shards):
     """Write a checkpoint. Every process must call this function.
 
-    Each process writes a file with its own array shards. Process 0 then waits for the
+    Each process writes files with its own array shards. Process 0 then waits for the
     other processes, and writes a list of all shards to manifest.json.
 
     The processes communicate only by files, because this function runs in the background.
@@ -391,6 +395,7 @@ def write_checkpoint(folder, arrays, shards, step, identity):
     shards: (array name, bounds, data) of each shard that this process writes.
     identity: the model and the vocabulary of the run, as configs.weights_identity returns
         them.
+    write: the function that writes the shards, such as write_shards.
     """
     # Write a local checkpoint to a folder tmp-..., and rename this folder at the end. A
     # remote folder cannot be renamed, so write to the final folder. A remote checkpoint
@@ -404,7 +409,7 @@ def write_checkpoint(folder, arrays, shards, step, identity):
     count = jax.process_count()
     files = [temporary / f"pieces-{i:05}-of-{count:05}.msgpack" for i in range(count)]
     own_file = files[jax.process_index()]
-    entries = write_shards(own_file, shards)
+    entries = write(own_file, shards)
     if not is_main_process():
         # List the shards of this process in a JSON file. Process 0 waits for this file,
         # and copies the list to the manifest.
@@ -475,6 +480,65 @@ def remove_checkpoint(path):
 
 
 # ====== below: reading, processes, a run's checkpoints, costs, the command ==============
+
+# ---- dividing a checkpoint among processes and threads ---------------------------------
+
+# The number of files that a process writes at the same time, and the number of arrays
+# that a process reads at the same time.
+STREAMS = 8
+
+
+def choose_copies(arrays):
+    """Choose which copy of each array is written to a checkpoint.
+
+    Without FSDP, every process holds copies of all arrays. With this choice, each process
+    copies and writes about the same number of bytes. The processes do not communicate,
+    because every process computes the same result from the shardings.
+
+    arrays: {array name: jax.Array}.
+    Returns {array name: number}. The number is like shard.replica_id, which counts the
+    copies of a shard on all devices.
+    """
+    chosen = {}
+    # Begin with the largest array, so that successive arrays have similar sizes.
+    by_size = sorted(arrays.items(), key=lambda item: (-item[1].nbytes, item[0]))
+    for number, (name, array) in enumerate(by_size):
+        shard = array.addressable_shards[0].data
+        # An array of size 0 counts as one copy.
+        copies = array.sharding.num_devices * shard.size // (array.size or 1) or 1
+        # If each of 2 processes holds 4 of 8 copies, choose copy 0 of array 0, copy 4 of
+        # array 1, copy 1 of array 2, copy 5 of array 3 and so on. The processes take
+        # turns. Each process uses all its devices, which can send data to the host at
+        # the same time.
+        devices = max(1, copies // jax.process_count())
+        step = number * devices
+        chosen[name] = (step + step // copies % devices) % copies
+    return chosen
+
+
+def write_files(path, shards):
+    """Write array shards to up to STREAMS files at the same time.
+
+    A file for each MAX_SHARD_BYTES is enough, so a small checkpoint has a single file.
+
+    path: the path of the first file. After a.msgpack come a-1.msgpack and so on.
+    shards: a list with (array name, bounds, data) of each shard.
+    Returns {array name: [dict for the manifest, one for each shard of the array]}.
+    """
+    size = sum(data.nbytes for _, _, data in shards)
+    count = min(STREAMS, 1 + size // MAX_SHARD_BYTES)
+
+    def write(number):
+        file = path.with_stem(f"{path.stem}-{number}") if number else path
+        return write_shards(file, shards[number::count])
+
+    entries = {}
+    with ThreadPoolExecutor(count) as threads:
+        for written in threads.map(write, range(count)):
+            for name, more in written.items():
+                entries.setdefault(name, []).extend(more)
+    return entries
+
 
 # ---- reading a checkpoint --------------------------------------------------------------
 
@@ -641,7 +705,13 @@ def read_checkpoint(folder, template, identity):
             lambda index: read_slice(folder, stored, index, verified),
         )
 
-    arrays = {name: read(name, wanted) for name, wanted in flatten(template).items()}
+    # Read several arrays at the same time, because one thread does not use the full speed
+    # of a disk or network. Each thread needs memory for the part of an array that this
+    # process needs, and for a remote file also for the shards that contain this part.
+    template = flatten(template)
+    with ThreadPoolExecutor(STREAMS) as threads:
+        values = threads.map(read, template, template.values())
+        arrays = dict(zip(template, values))
     return manifest["step"], unflatten_dict(arrays, sep="/")
 
 
@@ -963,13 +1033,22 @@ class Checkpoints:
     background: whether to write in a background thread while training continues.
     identity: the model and the vocabulary of the run, as configs.weights_identity returns
         them. They are written to each checkpoint, and compared when one is loaded.
+    report: a function that prints a line about each saved checkpoint.
     """
 
-    def __init__(self, run_dir, keep=3, background=True, identity=None):
+    def __init__(
+        self,
+        run_dir,
+        keep=3,
+        background=True,
+        identity=None,
+        report=lambda line: None,
+    ):
         self.folder = to_path(run_dir) / "checkpoints"
         self.keep = keep
         self.background = background
         self.identity = identity or {}
+        self.report = report
         self.executor = ThreadPoolExecutor(1)
         self.unfinished = None  # This becomes the Future of the latest background save.
 
@@ -990,44 +1069,59 @@ class Checkpoints:
         """Return the path of the checkpoint of a step, such as .../step_00001000."""
         return self.folder / f"step_{step:08}"
 
-    def save(self, tree, step, best=None):
+    def save(self, tree, step, best=lambda: None):
         """Save arrays as the checkpoint of a training step.
 
         If the previous save is still running, wait until it is finished.
 
         tree: a nested dict of jax.Arrays.
-        best: the step of an older checkpoint that must not be removed, or None.
+        best: a function that returns the step of an older checkpoint that must not be
+            removed, or None. It is called after the previous save is finished.
+        Returns how many seconds training had to wait.
         """
+        began = time.perf_counter()
         self.wait()
+        flat = flatten(tree)
         arrays = {
-            name: {"shape": a.shape, "dtype": a.dtype.name}
-            for name, a in flatten(tree).items()
+            name: {"shape": a.shape, "dtype": a.dtype.name} for name, a in flat.items()
         }
-        shards = local_shards(tree)
+        # list() copies all shards to the host before training continues, because the next
+        # training step reuses the memory of the arrays.
+        shards = list(local_shards(tree, choose_copies(flat)))
         if self.background:
-            # list() copies all shards to the host before training continues, because the
-            # next training step reuses the memory of the arrays.
             self.unfinished = self.executor.submit(
-                self.commit, arrays, list(shards), step, best
+                self.commit, arrays, shards, step, best(), began
             )
         else:
             # Write the files now. Training continues only when the files are complete.
-            self.commit(arrays, shards, step, best)
+            self.commit(arrays, shards, step, best(), began)
+        return time.perf_counter() - began
 
-    def commit(self, arrays, shards, step, best):
+    def commit(self, arrays, shards, step, best, began):
         """Write a checkpoint, and then remove all but the newest `keep` checkpoints.
 
-        The checkpoint of the step `best` is never removed. Raises CheckpointError if the
-        files cannot be written, for example because the disk is full.
+        The checkpoint of the step `best` is never removed. At the time `began`, training
+        has begun to wait. Raises CheckpointError if the files cannot be written, for
+        example because the disk is full.
         """
+        ready = time.perf_counter()
         try:
-            write_checkpoint(self.path(step), arrays, shards, step, self.identity)
+            write_checkpoint(
+                self.path(step), arrays, shards, step, self.identity, write_files
+            )
         except OSError as error:
             raise CheckpointError(
                 f"{self.path(step)} could not be written ({error})"
             ) from error
         if is_main_process():
             self.remove_old(step, best)
+            done = time.perf_counter()
+            # In the background, training waits only until the shards are on the host.
+            waited = (ready if self.background else done) - began
+            self.report(
+                f"saved    {self.path(step)} in {done - began:.2f} s, of which training "
+                f"waited {waited:.2f} s"
+            )
 
     def remove_old(self, step, best):
         """Remove old checkpoints, so that only the newest `keep` checkpoints remain.

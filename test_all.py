@@ -7147,6 +7147,181 @@ def test_an_error_in_the_background_is_not_lost(tmp_path, monkeypatch):
     assert checkpoints.steps() == [1]
 
 
+def save_as_processes(checkpoints, tree, mesh, count, monkeypatch):
+    """Save a checkpoint as several processes would, each with a part of the devices.
+
+    The main process is the last one, because it waits for the files of the others.
+    """
+    groups = np.split(mesh.devices.flatten(), count)
+    for number in reversed(range(count)):
+        own = list(groups[number])
+        with monkeypatch.context() as patch:
+            patch.setattr(partition.jax, "process_count", lambda: count)
+            patch.setattr(partition.jax, "process_index", lambda: number)
+            checkpoints.save(jax.tree.map(lambda a: seen_by(a, own), tree), 1)
+
+
+def replicated_arrays(mesh):
+    """Return sixteen arrays of 512 bytes without FSDP, an array with FSDP and a counter."""
+    rng = np.random.default_rng(7)
+    arrays = {f"w{i:02}": np.float32(rng.standard_normal((16, 8))) for i in range(16)}
+    tree = jax.device_put({**arrays, "n": 3}, jax.NamedSharding(mesh, jax.P()))
+    split = np.float32(rng.standard_normal((16, 8)))
+    tree["split"] = jax.device_put(split, jax.NamedSharding(mesh, jax.P("data")))
+    return tree
+
+
+@pytest.mark.parametrize("processes", [1, 2, 4])
+def test_processes_divide_a_checkpoint(tmp_path, monkeypatch, processes):
+    """Each process writes the same share, and any number of devices reads the result."""
+    mesh = partition.set_mesh(change(), jax.devices())
+    tree = replicated_arrays(mesh)
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    save_as_processes(checkpoints, tree, mesh, processes, monkeypatch)
+    arrays = partition.read_manifest(checkpoints.path(1))["arrays"]
+    written = collections.Counter()
+    for array in arrays.values():
+        for entry in array["pieces"]:
+            written[entry["file"]] += math.prod(partition.shard_shape(entry)) * 4
+    assert len(written) == processes and sum(written.values()) == 17 * 512 + 4
+    assert set(written.values()) <= {17 * 512 // processes + rest for rest in (0, 4)}
+    assert partition.verify(checkpoints.path(1)) == []
+    for devices in (1, 2, 4):
+        mesh = partition.set_mesh(change(), jax.devices()[:devices])
+        for spec in (jax.P(), jax.P("data")):
+            _, arrays = checkpoints.load(template_of(tree, mesh, spec))
+            assert_equal(arrays, tree)
+
+
+def test_a_process_without_shards_writes_an_empty_file(tmp_path, monkeypatch):
+    """There may be more processes than arrays. The first device may be in any process."""
+    mesh = partition.set_mesh(change(), jax.devices())
+    tree = {"x": jax.device_put(jnp.eye(8), jax.NamedSharding(mesh, jax.P()))}
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    reverse = types.SimpleNamespace(devices=mesh.devices[::-1])
+    save_as_processes(checkpoints, tree, reverse, 4, monkeypatch)
+    files = sorted(checkpoints.path(1).glob("*.msgpack"))
+    assert [file.stat().st_size > 0 for file in files] == [False, False, False, True]
+    assert_equal(checkpoints.load(template_of(tree, mesh))[1], tree)
+
+
+def test_a_process_that_dies_during_a_save_leaves_no_checkpoint(tmp_path, monkeypatch):
+    """The main process waits for the list of the missing shards, and reports an error."""
+    mesh = partition.set_mesh(change(), jax.devices())
+    tree = replicated_arrays(mesh)
+    checkpoints = partition.Checkpoints(tmp_path, background=False)
+    save_as_processes(checkpoints, tree, mesh, 2, monkeypatch)
+    checkpoints.path(1).rename(checkpoints.path(1).with_name("complete"))
+    wait = partition.wait_and_read
+    monkeypatch.setattr(partition, "wait_and_read", lambda path: wait(path, 0.1))
+    write = partition.write_shards
+
+    def write_half(path, shards):
+        write(path, shards[: len(shards) // 2])
+        raise SystemExit  # process 1 ends before it lists its shards
+
+    main_process = jax.device_put(tree, jax.NamedSharding(mesh, jax.P()))
+    monkeypatch.setattr(partition, "write_shards", write_half)
+    with pytest.raises(SystemExit):
+        save_as_processes(checkpoints, tree, mesh, 2, monkeypatch)
+    monkeypatch.setattr(partition, "write_shards", write)
+    monkeypatch.setattr(partition.jax, "process_count", lambda: 2)
+    with pytest.raises(partition.CheckpointError, match="did not appear"):
+        checkpoints.save(main_process, 1)
+    assert checkpoints.steps() == []
+    checkpoints.discard_unfinished()
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["complete"]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_several_files_are_written_and_read_at_the_same_time(
+    tmp_path, monkeypatch, one_device, background
+):
+    """Each of three files waits until all three files are open."""
+    monkeypatch.setattr(partition, "MAX_SHARD_BYTES", 80)
+    tree = {name: jnp.arange(16.0) + i for i, name in enumerate("abc")}
+    checkpoints = partition.Checkpoints(tmp_path, background=background)
+    for name in ("write_shards", "read_shard"):
+
+        def wait(*args, old=getattr(partition, name), barrier=threading.Barrier(3)):
+            barrier.wait(60)
+            return old(*args)
+
+        monkeypatch.setattr(partition, name, wait)
+    checkpoints.save(tree, 1)
+    checkpoints.wait()
+    assert sorted(path.name for path in checkpoints.path(1).glob("*.msgpack")) == [
+        "pieces-00000-of-00001-1.msgpack",
+        "pieces-00000-of-00001-2.msgpack",
+        "pieces-00000-of-00001.msgpack",
+    ]
+    _, arrays = checkpoints.load(template_of(tree, one_device))
+    assert_equal(arrays, tree)
+
+
+@pytest.mark.parametrize("method", ["open", "write"])
+def test_a_lost_connection_leaves_no_checkpoint(monkeypatch, one_device, method):
+    """One of several remote files cannot be opened or written. The next save succeeds."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    for protocol in ("gs", "gcs"):
+        fsspec.register_implementation(protocol, MemoryFileSystem, clobber=True)
+    monkeypatch.setattr(partition, "MAX_SHARD_BYTES", 64)
+    tree = {name: jnp.arange(16.0) for name in "abcdefghijklmnop"}
+    checkpoints = partition.Checkpoints("gs://bucket/lost", background=False)
+    open_file, failures = MemoryFileSystem._open, ["connection lost"]
+
+    def fail_once(self, path, mode="rb", **more):
+        file = open_file(self, path, mode, **more)
+        if path.endswith("-3.msgpack") and failures:
+            error = OSError(failures.pop())
+            if method == "open":
+                raise error
+            file.write = lambda _: (_ for _ in ()).throw(error)
+        return file
+
+    monkeypatch.setattr(MemoryFileSystem, "_open", fail_once)
+    with pytest.raises(partition.CheckpointError, match="written .connection lost"):
+        checkpoints.save(tree, 1)
+    assert checkpoints.steps() == [] and not failures
+    checkpoints.save(tree, 1)
+    assert checkpoints.steps() == [1] and partition.verify(checkpoints.path(1)) == []
+    assert_equal(checkpoints.load(template_of(tree, one_device))[1], tree)
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_saved_checkpoint_is_reported(tmp_path, monkeypatch, background):
+    """In the background, training waits for the copies alone, and not for the files."""
+    lines, now, returned = [], [0.0], threading.Event()
+    clock = types.SimpleNamespace(**vars(time) | {"perf_counter": lambda: now[0]})
+    monkeypatch.setattr(partition, "time", clock)
+    copy, write = partition.local_shards, partition.write_checkpoint
+
+    def copy_for_three_seconds(*args):
+        now[0] += 3
+        yield from copy(*args)
+
+    def write_for_five_seconds(*args):
+        write(*args)
+        assert not background or returned.wait(60)
+        now[0] += 5
+
+    monkeypatch.setattr(partition, "local_shards", copy_for_three_seconds)
+    monkeypatch.setattr(partition, "write_checkpoint", write_for_five_seconds)
+    checkpoints = partition.Checkpoints(
+        tmp_path, background=background, report=lines.append
+    )
+    waited = checkpoints.save(some_arrays(), 7)
+    returned.set()
+    checkpoints.wait()
+    expected = 3 if background else 8
+    assert waited == expected
+    assert lines == [
+        f"saved    {checkpoints.path(7)} in 8.00 s, of which training waited "
+        f"{expected}.00 s"
+    ]
+
+
 # ---- infer and evaluate --------------------------------------------------------------------------
 
 
@@ -8531,6 +8706,7 @@ def test_files_of_a_run_directory(trained):
         "timing/model_flops_per_second",
         "timing/model_flops_fraction",
         "timing/data_wait_fraction",
+        "timing/checkpoint_wait_seconds",
     } <= set(lines[0])
     assert {
         "training_eval/span_corruption/loss",
@@ -8631,10 +8807,13 @@ def test_a_failed_run_completes_its_checkpoint_before_it_is_unlocked(
     monkeypatch.setattr(partition, "write_checkpoint", write_slowly)
     monkeypatch.setattr(train.Evaluations, "evaluate", fail)
     flags = ["--train.save_every=4", "--train.eval_every=9", "--train.steps=9"]
-    status, _, err = run(
+    status, out, err = run(
         train, capsys, monkeypatch, "--run_dir", tmp_path / "run", *flags
     )
     assert status == 2 and "no memory for the evaluation" in err
+    folder = re.escape(str(partition.Checkpoints(tmp_path / "run").path(8)))
+    said = rf"^saved    {folder} in \d+\.\d\d s, of which training waited \d+\.\d\d s$"
+    assert re.search(said, out, re.M), out
     assert partition.Checkpoints(tmp_path / "run").steps()[-1] >= 8
     assert not list((tmp_path / "run").glob("checkpoints/tmp-*"))
 
@@ -14507,12 +14686,29 @@ def test_a_process_writes_each_array_shard_once(tmp_path, monkeypatch):
     assert all(type(number) is int for number in synced), "os.fsync needs a descriptor."
 
 
+def seen_by(array, devices):
+    """Return an array as a process with these devices sees the array."""
+    return types.SimpleNamespace(
+        shape=array.shape,
+        size=array.size,
+        nbytes=array.nbytes,
+        dtype=array.dtype,
+        sharding=array.sharding,
+        addressable_shards=[
+            shard for shard in array.addressable_shards if shard.device in devices
+        ],
+    )
+
+
 def test_only_shards_that_are_written_are_copied_to_the_host(monkeypatch):
     """Without FSDP, all processes hold the model. Only the process that writes a shard may
     copy this shard, because a copy of the model takes time and memory.
     """
     mesh = partition.set_mesh(change(), jax.devices()[:4])
-    x = jax.device_put(np.ones((4, 3)), jax.NamedSharding(mesh, jax.P()))
+    sharding = jax.NamedSharding(mesh, jax.P())
+    sizes = {"a": 4, "b": 3, "c": 2, "d": 1}
+    arrays = {name: jax.device_put(np.ones(n), sharding) for name, n in sizes.items()}
+    x = arrays["a"]
     assert sorted(shard.replica_id for shard in x.addressable_shards) == [0, 1, 2, 3]
     copied = []
     copy = jax.copy_to_host_async
@@ -14522,24 +14718,18 @@ def test_only_shards_that_are_written_are_copied_to_the_host(monkeypatch):
         return copy(tree)
 
     monkeypatch.setattr(partition.jax, "copy_to_host_async", record)
-    # The first process holds the devices 0 and 1, and the second one the devices 2 and 3.
-    for devices, expected in ({0, 1}, [0]), ({2, 3}, []):
-
-        class OtherProcess:
-            shape = x.shape
-            addressable_shards = [
-                shard for shard in x.addressable_shards if shard.device.id in devices
-            ]
-
-            def copy_to_host_async(self):
-                raise AssertionError("The whole array should not be copied.")
-
+    monkeypatch.setattr(partition.jax, "process_count", lambda: 2)
+    devices = list(mesh.devices.flat)
+    # The processes take turns, and each process uses all its devices.
+    for own, names in (devices[:2], ["a", "c"]), (devices[2:], ["b", "d"]):
         copied.clear()
-        shards = list(partition.local_shards({"a": OtherProcess()}))
-        assert len(shards) == len(expected), "Copy number 0 of a shard should be written."
-        ids = [device.id for leaf in copied for device in leaf.devices()]
-        assert ids == expected, (
-            "Only copy number 0 of a shard should be copied to the host."
+        tree = {name: seen_by(array, own) for name, array in arrays.items()}
+        shards = partition.local_shards(tree, partition.choose_copies(tree))
+        found = [name for name, _, _ in shards]
+        assert found == names, f"The process should write {names}, and writes {found}."
+        used = [device for leaf in copied for device in leaf.devices()]
+        assert used == own, (
+            f"One shard should be copied from each of {own}, and none from other devices."
         )
 
 
@@ -15223,6 +15413,9 @@ def test_several_processes_train_one_run(corpus, compiled, tmp_path):
             len(list(partition.Checkpoints(runs[count]).path(24).glob("*.msgpack")))
             == count
         )
+        files = partition.Checkpoints(runs[count]).path(24).glob("*.msgpack")
+        sizes = [file.stat().st_size for file in files]
+        assert max(sizes) < 1.5 * sum(sizes) / count, "Each process should write a share."
         for a, b in zip(metrics_of(runs[1]), metrics_of(runs[count])):
             assert {**a} == {
                 name: pytest.approx(value, rel=2e-3) for name, value in b.items()

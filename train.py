@@ -1062,6 +1062,8 @@ class Progress:
         self.bar = tqdm(
             total=cfg.train.steps, initial=start, disable=None, file=sys.stdout
         )
+        # How many seconds training has waited for checkpoints since the last log line.
+        self.saving = 0.0
         self.restart_clock(start)
 
     def restart_clock(self, step):
@@ -1103,7 +1105,9 @@ class Progress:
             "target_tokens_per_second": examples * self.cfg.data.targets_length,
             "model_flops_per_second": flops,
             "data_wait_fraction": self.waited / seconds,
+            "checkpoint_wait_seconds": self.saving,
         }
+        self.saving = 0.0
         share = ""
         # If other programs used the machine while the peak speed was measured, the
         # measured peak is too low. The training speed can then be above 100 % of the
@@ -1654,7 +1658,7 @@ def train(cfg, run_dir, recipe, config, source):
     print(f"devices  {mesh.size} x {device}, {describe_mesh(cfg, mesh)}")
     print(data.describe_rows(cfg))
 
-    checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save)
+    checkpoints = partition.Checkpoints(run_dir, t.keep, t.async_save, report=report)
     lock = partition.run_on_all(lambda: lock_run(run_dir, checkpoints))
     partition.share_compiled_programs(run_dir)
     with lock or contextlib.nullcontext():
@@ -1755,10 +1759,7 @@ def train_locked(cfg, run_dir, recipe, config, source, mesh, checkpoints, lock):
         def save(step, state):
             check_run_dir(run_dir, lock)
             metrics_file.sync()
-            # Wait until the previous checkpoint is complete, because the function `best`
-            # compares only complete checkpoints.
-            checkpoints.wait()
-            checkpoints.save(to_state_dict(state), step, best())
+            progress.saving += checkpoints.save(to_state_dict(state), step, best)
 
         try:
             for evaluation in missing:
