@@ -1326,8 +1326,8 @@ def read_json(path, form, remedy="fetch this file again"):
     Raises UserError if the file is damaged or its content has another form.
     """
     try:
-        # Reading a pipe could take forever. A remote path needs no check, which would be
-        # another request.
+        # Reading a pipe could take forever. A remote path cannot be a pipe, so save the
+        # request that the check would need.
         if not is_remote(path) and path.exists() and not path.is_file():
             raise OSError("the path is not a file")
         content = path.read_text()

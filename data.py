@@ -1820,7 +1820,7 @@ def text_size(files):
         if not path.endswith(tuple(COMPRESSED)):
             total += size
         elif total < enough:
-            # Count a damaged file only up to the damage.
+            # If the file is damaged, count only the bytes before the damage.
             with suppress(Exception), open_text(path) as file:
                 while total < enough and (part := file.read(1 << 20)):
                     total += len(part)
@@ -1995,12 +1995,11 @@ def lines_source(name, split, cfg, whole):
     inputs, targets = (find_files(x.replace("{split}", split)) for x in (pattern, other))
     if not comma or inputs and len(inputs) != len(targets):
         raise UserError(
-            f"lines:{name} is not a pair of files: name two files or two quoted glob "
-            f"patterns, with one comma between them, such as lines:de.txt,en.txt. The "
-            f"patterns match {len(inputs)} and {len(targets)} files, but must match "
-            f"equally many files."
+            f"lines:{name} is not a pair of files, because its two parts match "
+            f"{len(inputs)} and {len(targets)} files: name two files with a comma "
+            f"between them, such as lines:de.txt,en.txt."
         )
-    # The keys of dict(inputs) are the paths of the first files.
+    # Map the path of each file with inputs to the file with its targets.
     partners = dict(zip(dict(inputs), targets))
 
     def read(path, bad):
@@ -3940,10 +3939,11 @@ class Corpus:
         return (folder or self.folder) / f"{file:05}-{shard:03}.{kind}"
 
     def load(self, number, kind):
-        """Load the token ids of a shard, or the positions where its texts end.
+        """Load one file of a shard: its token ids, or the positions where its texts end.
 
-        If a file of a remote folder has no valid local copy, the file is copied. If the
-        file is missing or its checksum is wrong, the shard is tokenized again.
+        If the folder is remote, the file is first copied to the local disk, unless a
+        valid copy exists. If the remote file itself is missing or damaged, the shard is
+        tokenized again.
 
         number: the number of the shard.
         kind: "ids" for the token ids, or "ends" for the position where each text ends.

@@ -768,21 +768,20 @@ class Trie(NamedTuple):
     def edges(self, nodes):
         """Return the edges of each node, and the ids that these edges append.
 
-        Both arrays have the shape [B, N, E]. If a node has fewer than E edges, the last
-        items of the ids are an id that no vocabulary has.
-
-        nodes: the numbers of nodes, of shape [B, N].
+        nodes: an array [B, N] with the numbers of nodes.
+        Returns two arrays [B, N, E], the edges and the ids. If a node has fewer than E
+        edges, the remaining places contain an id that is in no vocabulary.
         """
         edges = self.first[nodes][..., None] + self.slots
         exist = edges < self.first[nodes + 1][..., None]
         return edges, jnp.where(exist, self.ids[edges], 2**31 - 1)
 
     def restrict(self, step):
-        """Restrict the step of a decoding method to the outputs of this Trie.
+        """Restrict a decoding method, such as beam search, to the outputs of this Trie.
 
-        An output keeps the score that it would have without the restriction: its
-        log-probability under the model. If there are more beams than allowed outputs, the
-        remaining beams have a very low score.
+        The score of an output is its log-probability under the model, as without the
+        restriction. If there are more beams than allowed outputs, the unused beams have a
+        very low score.
 
         step: the function that extends the outputs by one id, such as greedy_step.
         Returns the function that replaces `step`.
@@ -794,8 +793,9 @@ class Trie(NamedTuple):
                 chosen = ids == state.ids[:, :, i, None]
                 return jnp.where(chosen, edges + 1, 0).max(axis=-1)
 
-            # Each output begins at the root, and follows the edges of its ids. An output
-            # that has already ended has the id PAD, which leads back to the root.
+            # Find the node of each output. Begin at the root, and follow the edge of each
+            # id. For an output that has already ended, the id is PAD, for which there is
+            # no edge. The result is then the root.
             root = 0 * state.ids[:, :, 0]
             _, ids = self.edges(lax.fori_loop(0, at, follow, root))
             allowed = jnp.put_along_axis(
@@ -811,8 +811,8 @@ def build_trie(outputs):
 
     An output is a list of ids without EOS. The Trie adds EOS to each output.
     """
-    # A node is stored as a list. For each output that passes the node, the list has the
-    # rest of this output. The list of the root has the complete outputs.
+    # Represent each node by the outputs that pass through it, without the ids before the
+    # node. The root has the complete outputs. After the id 5, [6] remains of [5, 6].
     nodes = [[[*output, data.EOS] for output in outputs]]
     first = [0]
     ids = []
@@ -1013,8 +1013,8 @@ def run_batch(params, cfg, mesh, group, mode, B, trie=None):
     )
     kept = cfg.decode.num_return
     ids, scores = (to_numpy(array)[:, :kept] for array in outputs)
-    # If beam search finds fewer than N outputs, the scores of the other beams are very
-    # low. If a model computes NaN, the score of an output is NaN, and the output counts.
+    # Leave out unused beams, which have a very low score. Keep an output with the score
+    # NaN, which shows that the model computes NaN.
     counts = np.sum(~(scores <= MASKED_SCORE / 1000), axis=1)
     return [
         (list(map(cut_at_eos, outputs[:n])), row[:n].tolist())

@@ -1617,10 +1617,9 @@ def scan_layers(layer, x, weights, keys, cfg):
 # 72 million cycles in this form, and 1.3 instead of 6.8 GB. The loss of T5, whose
 # vocabulary is one chunk, takes 6.0 instead of 9.0 million cycles.
 def chunk_size(V):
-    """Return how many token ids a chunk of a vocabulary of V token ids has."""
-    # The compiler makes the fastest program if there is only one chunk, but then the
-    # logits of all token ids need memory. Of the chunks that were tried, 3328 token ids
-    # gave the fastest program with a loop over chunks.
+    """Return the size of the chunks into which V token ids are divided."""
+    # A single chunk is fastest. A large vocabulary needs several chunks to save memory.
+    # Of the sizes that were tried on a TPU v5e, 3328 was the fastest.
     return V if V <= 1 << 15 else 3328
 
 
@@ -1657,13 +1656,14 @@ def logit_sums(x, w, targets):
 
 
 def for_each_chunk(update, result, x, w):
-    """Compute the logits of one chunk of the vocabulary after another.
+    """Loop over the chunks of the vocabulary, and compute the logits of each chunk.
 
-    update: a function that is called for each chunk as
-    `result = update(result, logits, ids, w_chunk, start)`. The columns of w from `start`
-    on are w_chunk [D, chunk]. The logits [N, chunk] are the product of x and w_chunk. The
-    token ids [1, chunk] are float32 numbers. The last result is returned.
-    result: the first result. x [N, D]. w [D, V].
+    For each chunk, the loop calls result = update(result, logits, ids, w_chunk, start).
+    The arguments of `update` are the logits [N, chunk], the token ids [1, chunk] in
+    float32, a part w_chunk [D, chunk] of w, and the column where this part begins in w.
+
+    result: the initial result. x [N, D]. w [D, V].
+    Returns the last result.
     """
     V = w.shape[1]
     # On a GPU or TPU, multiply numbers of the dtype of x, which is usually bfloat16, and
@@ -1676,8 +1676,9 @@ def for_each_chunk(update, result, x, w):
         w_chunk = lax.dynamic_slice_in_dim(w, start, size, 1).astype(dtype)
         logits = matmul("nd,dv->nv", x.astype(dtype), w_chunk)
         ids = first_id + start + lax.broadcasted_iota(jnp.int32, (1, size), 1)
-        # XLA computes all sums and minima of the logits in one pass only if their dtypes
-        # are equal. A float32 can represent all integers up to 16,777,216.
+        # Use float32 for the ids, too. XLA computes all sums and minima over the chunk in
+        # one pass, but only if they have the same dtype. A float32 can represent all
+        # integers up to 16,777,216.
         return update(result, logits, ids.astype(jnp.float32), w_chunk, start)
 
     size = min(V, chunk_size(V))

@@ -303,9 +303,9 @@ def local_shards(tree, copies={}):
     dimension, and data is a NumPy array. On a CPU, data is a view of the device's memory.
     On other devices, data is a copy. Training never changes the numbers in data.
     """
-    # Several devices, also of other processes, can hold copies of the same shard. Write
-    # only one copy. Without FSDP, process 0 often holds all copies with number 0, and the
-    # other copies let other processes share the work.
+    # Several devices can hold copies of the same shard. JAX numbers the copies. Write
+    # only the copy that `copies` selects. Its device may belong to another process, which
+    # then writes the shard.
     owned = [
         (name, array.shape, shard)
         for name, array in sorted(flatten(tree).items())
@@ -500,16 +500,17 @@ def choose_copies(arrays):
     copies of a shard on all devices.
     """
     chosen = {}
-    # Begin with the largest array, so that successive arrays have similar sizes.
+    # Distribute the arrays in the order of their sizes, so that each process gets large
+    # and small arrays.
     by_size = sorted(arrays.items(), key=lambda item: (-item[1].nbytes, item[0]))
     for number, (name, array) in enumerate(by_size):
         shard = array.addressable_shards[0].data
-        # An array of size 0 counts as one copy.
+        # The number of copies of each shard. For an array without elements, use 1.
         copies = array.sharding.num_devices * shard.size // (array.size or 1) or 1
-        # If each of 2 processes holds 4 of 8 copies, choose copy 0 of array 0, copy 4 of
-        # array 1, copy 1 of array 2, copy 5 of array 3 and so on. The processes take
-        # turns. Each process uses all its devices, which can send data to the host at
-        # the same time.
+        # The processes take turns, and so do the devices of a process, because several
+        # devices can send data to the host at the same time. Example: each of 2 processes
+        # holds 4 of 8 copies. Then choose copy 0 of the first array, copy 4 of the
+        # second, copy 1 of the third, copy 5 of the fourth, and so on.
         devices = max(1, copies // jax.process_count())
         step = number * devices
         chosen[name] = (step + step // copies % devices) % copies
@@ -517,9 +518,10 @@ def choose_copies(arrays):
 
 
 def write_files(path, shards):
-    """Write array shards to up to STREAMS files at the same time.
+    """Write array shards to several files at the same time.
 
-    A file for each MAX_SHARD_BYTES is enough, so a small checkpoint has a single file.
+    A small checkpoint is written to a single file. Each MAX_SHARD_BYTES in the checkpoint
+    adds another file, up to STREAMS files.
 
     path: the path of the first file. After a.msgpack come a-1.msgpack and so on.
     shards: a list with (array name, bounds, data) of each shard.
@@ -1100,9 +1102,10 @@ class Checkpoints:
     def commit(self, arrays, shards, step, best, began):
         """Write a checkpoint, and then remove all but the newest `keep` checkpoints.
 
-        The checkpoint of the step `best` is never removed. At the time `began`, training
-        has begun to wait. Raises CheckpointError if the files cannot be written, for
-        example because the disk is full.
+        The checkpoint of the step `best` is never removed. Raises CheckpointError if the
+        files cannot be written, for example because the disk is full.
+
+        began: the time at which the save began, from time.perf_counter.
         """
         ready = time.perf_counter()
         try:
@@ -1116,7 +1119,8 @@ class Checkpoints:
         if is_main_process():
             self.remove_old(step, best)
             done = time.perf_counter()
-            # In the background, training waits only until the shards are on the host.
+            # If a background thread writes the files, training waits only until the
+            # shards are on the host.
             waited = (ready if self.background else done) - began
             self.report(
                 f"saved    {self.path(step)} in {done - began:.2f} s, of which training "
