@@ -1995,9 +1995,9 @@ def lines_source(name, split, cfg, whole):
     inputs, targets = (find_files(x.replace("{split}", split)) for x in (pattern, other))
     if not comma or inputs and len(inputs) != len(targets):
         raise UserError(
-            f"lines:{name} is not a pair of files, because its two parts match "
-            f"{len(inputs)} and {len(targets)} files: name two files with a comma "
-            f"between them, such as lines:de.txt,en.txt."
+            f"lines:{name} is not a pair of files: name two files with a comma between "
+            f"them, such as lines:de.txt,en.txt. Two patterns must match the same number "
+            f"of files, but these patterns match {len(inputs)} and {len(targets)} files."
         )
     # Map the path of each file with inputs to the file with its targets.
     partners = dict(zip(dict(inputs), targets))
