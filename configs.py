@@ -1326,8 +1326,8 @@ def read_json(path, form, remedy="fetch this file again"):
     Raises UserError if the file is damaged or its content has another form.
     """
     try:
-        # Reading a pipe could take forever. A remote path cannot be a pipe, so save the
-        # request that the check would need.
+        # Refuse pipes, because reading a pipe could take forever. Remote paths are never
+        # pipes, and testing them would need another request.
         if not is_remote(path) and path.exists() and not path.is_file():
             raise OSError("the path is not a file")
         content = path.read_text()

@@ -1999,7 +1999,7 @@ def lines_source(name, split, cfg, whole):
             f"them, such as lines:de.txt,en.txt. Two patterns must match the same number "
             f"of files, but these patterns match {len(inputs)} and {len(targets)} files."
         )
-    # Map the path of each file with inputs to the file with its targets.
+    # The path of a file with inputs is mapped to the file with the targets.
     partners = dict(zip(dict(inputs), targets))
 
     def read(path, bad):
@@ -2249,7 +2249,7 @@ def read_tfrecords(decode, counts, path, bad):
             size = int.from_bytes(header[:8], "little")
             record = file.read(min(size, 1 << 31) + 4)
             if len(header) < 12 or len(record) != size + 4:
-                raise EOFError(f"the file ends in record {number} or before it")
+                raise EOFError(f"the file ends before the end of record {number}")
             where = f"{path} record {number}"
             try:
                 crc = crc32c(record[:-4])

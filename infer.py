@@ -766,9 +766,9 @@ class Trie(NamedTuple):
     slots: jax.Array
 
     def edges(self, nodes):
-        """Return the edges of each node, and the ids that these edges append.
+        """Return the edges that leave each node, and the id of each edge.
 
-        nodes: an array [B, N] with the numbers of nodes.
+        nodes: the nodes, as an array [B, N] of integers.
         Returns two arrays [B, N, E], the edges and the ids. If a node has fewer than E
         edges, the remaining places contain an id that is in no vocabulary.
         """
@@ -779,9 +779,9 @@ class Trie(NamedTuple):
     def restrict(self, step):
         """Restrict a decoding method, such as beam search, to the outputs of this Trie.
 
-        The score of an output is its log-probability under the model, as without the
-        restriction. If there are more beams than allowed outputs, the unused beams have a
-        very low score.
+        The restriction does not change the score of an output, which is its
+        log-probability under the model. If there are more beams than allowed outputs, the
+        unused beams have a very low score.
 
         step: the function that extends the outputs by one id, such as greedy_step.
         Returns the function that replaces `step`.
@@ -793,9 +793,9 @@ class Trie(NamedTuple):
                 chosen = ids == state.ids[:, :, i, None]
                 return jnp.where(chosen, edges + 1, 0).max(axis=-1)
 
-            # Find the node of each output. Begin at the root, and follow the edge of each
-            # id. For an output that has already ended, the id is PAD, for which there is
-            # no edge. The result is then the root.
+            # Find the node of each output. Begin at the root, and follow one edge for
+            # each id of the output. An output that has ended continues with PAD. No edge
+            # has the id PAD, and the node is then the root.
             root = 0 * state.ids[:, :, 0]
             _, ids = self.edges(lax.fori_loop(0, at, follow, root))
             allowed = jnp.put_along_axis(
@@ -811,8 +811,9 @@ def build_trie(outputs):
 
     An output is a list of ids without EOS. The Trie adds EOS to each output.
     """
-    # Represent each node by the outputs that pass through it, without the ids before the
-    # node. The root has the complete outputs. After the id 5, [6] remains of [5, 6].
+    # For each node, store how the outputs can continue after this node. At the root,
+    # these are the complete outputs. At the node after the id 5, the output [5, 6] can
+    # continue with [6].
     nodes = [[[*output, data.EOS] for output in outputs]]
     first = [0]
     ids = []

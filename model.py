@@ -1583,9 +1583,9 @@ def scan_layers(layer, x, weights, keys, cfg):
     depth = len(weights["mlp"]["norm"])
     # The weights and activations of all layers are stacked in large arrays. A loop that
     # is not unrolled copies the slices of each layer out of these arrays and into them.
-    # On a TPU, unrolling reduced a training step from 125 to 95 million cycles. For T5 xl
-    # on 64 TPUs v5p, unrolling reduced a step from 363 to 276 million cycles. The compiler
-    # then needs about ten minutes for T5 xl.
+    # On a TPU, unrolling reduced a training step from 125 to 95 million cycles. With T5 xl
+    # on 64 TPUs v5p, it reduced a step from 363 to 276 million cycles. The compiler then
+    # needs about seven minutes for T5 xl on two CPU cores.
     unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 2048
     needs_all_gather = "data" in sharding_of(weights["mlp"]["up"])
     # In an unrolled loop, XLA would notice that the backward pass repeats computations of
@@ -1660,12 +1660,11 @@ def logit_sums(x, w, targets):
 def for_each_chunk(update, result, x, w):
     """Loop over the chunks of the vocabulary, and compute the logits of each chunk.
 
-    For each chunk, the loop calls result = update(result, logits, ids, w_chunk, start).
-    The arguments of `update` are the logits [N, chunk], the token ids [1, chunk] in
-    float32, a part w_chunk [D, chunk] of w, and the column where this part begins in w.
-
+    update: a function that is called once for each chunk. It gets the result so far, the
+        logits [N, chunk], the token ids [1, chunk] in float32, the columns [D, chunk] of
+        w, and the number of the first column. It returns the new result.
     result: the initial result. x [N, D]. w [D, V].
-    Returns the last result.
+    Returns the last result of `update`.
     """
     V = w.shape[1]
     # On a GPU or TPU, multiply numbers of the dtype of x, which is usually bfloat16, and

@@ -1660,8 +1660,8 @@ def test_tfds_folders_of_both_formats_are_equal(tmp_path, corpus, monkeypatch):
     flipped[first + 30] ^= 4
     for content, message, left in (
         (bytes(flipped), "00003 record 1 is damaged .the checksum is wrong", 129),
-        (intact[: first + 9], "00003 is damaged .the file ends in record 1", 81),
-        (intact[:first], "00003 is damaged .the file ends in record 1", 81),
+        (intact[: first + 9], "00003 is damaged .the file ends before the end of record 1", 81),
+        (intact[:first], "00003 is damaged .the file ends before the end of record 1", 81),
     ):
         files[0].write_bytes(content)
         with pytest.raises(configs.UserError, match=message):
@@ -4698,7 +4698,7 @@ def test_t0_mixtures_consist_of_the_folders_of_p3(
     shard = root / "imdb_a" / "train.tfrecord-00001-of-00002"
     shard.write_bytes(shard.read_bytes()[:-9])
     with pytest.raises(
-        configs.UserError, match=r"00001-of-00002 is damaged .the file ends in record"
+        configs.UserError, match=r"00001-of-00002 is damaged .the file ends before the end of record"
     ):
         documents_of(sourced(cfg, f"seqio:{root}/imdb_a"), "inputs_pretokenized")
     shard.unlink()
