@@ -1247,8 +1247,8 @@ def find_id_order(settings, vocab_size, folder):
         end = end[0]
     if start == 0 and end in (1, None):
         return None
-    others = [i for i in range(vocab_size) if i not in (start, end)]
-    if len(others) != vocab_size - 2:
+    order = list(range(vocab_size))
+    if start == end or start not in order or end not in order:
         raise UserError(
             f"The configuration in {folder} sets decoder_start_token_id to {start} and "
             f"eos_token_id to {end}, but plain T5 needs two different tokens of the "
@@ -1258,7 +1258,11 @@ def find_id_order(settings, vocab_size, folder):
         f"The ids of some tokens change, because plain T5 starts the decoder with id 0 "
         f"and ends an output with id 1. In this model, these ids were {start} and {end}."
     )
-    return [start, end, *others]
+    # Exchange only two pairs of ids, so that all other tokens keep their ids.
+    for new, old in enumerate((start, end)):
+        other = order.index(old)
+        order[new], order[other] = old, order[new]
+    return order
 
 
 def read_files(folder, *patterns):

@@ -5627,7 +5627,7 @@ def test_which_arrays_pass_optimization_barriers(
     gradient.
 
     Weights that are gathered (fsdp), or recomputed from (remat full), pass a third
-    barrier. The weights of the output layer pass two barriers on every platform.
+    barrier. The gradient of the output matrix passes one barrier on every platform.
     """
     monkeypatch.setattr(partition, "platform", lambda: platform)
     cfg = change(model=dict(dtype="bfloat16", remat=remat), mesh=dict(fsdp=fsdp))
@@ -5644,7 +5644,7 @@ def test_which_arrays_pass_optimization_barriers(
         f"tensor<{m.d_model}x{m.vocab_size}xf32>",
     )
     assert sum(down in line for line in found) == 2 * barriers  # encoder and decoder
-    assert sum(unembed in line for line in found) == 2
+    assert sum(unembed in line for line in found) == 1
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])

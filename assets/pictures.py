@@ -1409,9 +1409,12 @@ def save_and_kill(when):
             for path in sorted(folder.rglob("*"))
         }
 
-    def interrupted_shards(tree):
-        yield next(all_shards(tree))
-        raise Killed
+    def interrupted_write(path, shards):
+        def first_shard():
+            yield shards[0]
+            raise Killed
+
+        return write_shards(path, first_shard())
 
     def interrupted_sync(path):
         # Saving a checkpoint calls sync_folder twice. The first call follows the writing
@@ -1420,8 +1423,8 @@ def save_and_kill(when):
         if (path == folder) == (when == "rename"):
             raise Killed
 
-    all_shards = partition.local_shards
-    change = {"shards": {"local_shards": interrupted_shards}}
+    write_shards = partition.write_shards
+    change = {"shards": {"write_shards": interrupted_write}}
     change = change.get(when, {"sync_folder": interrupted_sync})
     with tempfile.TemporaryDirectory() as run_dir:
         checkpoints = partition.Checkpoints(run_dir, background=False)
