@@ -1846,8 +1846,8 @@ def read_lines(path, bad):
                 )
             try:
                 # Some programs write U+FEFF (the byte order mark) at the start of a file.
-                # The encoding utf-8-sig removes U+FEFF, which is not part of the text.
-                yield number, line.decode("utf-8-sig")
+                # It is not part of the text.
+                yield number, line.decode().removeprefix("\ufeff")
             except UnicodeDecodeError:
                 bad(f"{path}:{number}", "is not UTF-8")
                 yield number, ""
