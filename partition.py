@@ -1583,6 +1583,7 @@ def part_of_step(line):
     Examples of op_name and the result:
       jit(train_step)/jvp()/closed_call/attention/shard_map/add           "attention"
       jit(train_step)/transpose(jvp())/closed_call/mlp/dot_general        "mlp, gradient"
+      jit(train_step)/jvp()/while/body/closed_call/add         "residual connections"
       jit(train_step)/reduce_sum                                          "optimizer"
     """
     path = re.search(r'op_name="([^"]+)"', line)
@@ -1591,8 +1592,16 @@ def part_of_step(line):
     if "jvp" not in path[1]:
         return "optimizer"
     labels = "attention|mlp|norm|embedding|logits and loss"
-    name = re.search(f"[/(]({labels})[/)]", path[1])
-    part = name[1] if name else "the rest"
+    if name := re.search(f"[/(]({labels})[/)]", path[1]):
+        part = name[1]
+    elif path[1].endswith(("slice", "squeeze")):
+        # A loop over the layers copies the weights and activations of each layer out of
+        # the stacked arrays and into them.
+        part = "slices of layers"
+    elif path[1].endswith(("/add", "/add_any")):
+        part = "residual connections"
+    else:
+        part = "the rest"
     if "rematted" in path[1]:
         part += ", again"
     if "transpose(" in path[1]:

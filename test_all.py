@@ -6719,6 +6719,9 @@ ENTRY %main (p: f32[2]) -> f32[2] {{
   %all-reduce.1 = (f32[4], f32[2,2]) all-reduce(%p), attributes={{n="all-gather-start.1"}}
   %fusion.4 = f32[2] fusion(%p), {priced.format("sub")}
   %fusion.5 = f32[2] fusion(%p), {priced.format("jvp()/closed_call/norm/mul")}
+  %fusion.6 = f32[2] fusion(%p), {priced.format("jvp()/while/body/closed_call/add")}
+  %fusion.7 = f32[2] fusion(%p), {priced.format("jvp()/while/body/dynamic_slice")}
+  %fusion.8 = f32[2] fusion(%p), {priced.format("jvp()/while/body/reshard")}
   %kernel.1 = f32[2] custom-call(%p), custom_call_target="tpu_custom_call", \
 metadata={{op_name="jit(step)/jvp()/attention/pallas_call"}}, \
 backend_config={{"cost_estimate":{{"flops":"480000","transcendentals":"3"}}}}
@@ -6731,6 +6734,9 @@ backend_config={{"cost_estimate":{{"flops":"480000","transcendentals":"3"}}}}
         "optimizer": 500,
         "attention": kernel,
         "norm": 500,
+        "residual connections": 500,
+        "slices of layers": 500,
+        "the rest": 500,
     }
     assert counts == {"reduce-scatter": 3, "collectives, overlapped": 3, "all-reduce": 1}
     assert sent == {
