@@ -120,9 +120,11 @@ def recorded_file(name):
     )
 
 
-# A shell that starts a program in the background may let it ignore Ctrl-C, and the program
-# passes this setting on to the commands that it starts. Some tests send Ctrl-C to commands.
+# A shell that starts a program in the background may let it ignore Ctrl-C, and nohup lets
+# it ignore SIGHUP. The program passes these settings on to the commands that it starts.
+# Some tests send these signals to commands.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 jax.config.update("jax_num_cpu_devices", 8)
 # compile fast, here and in the processes that tests start: the programs are small
 jax.config.update("jax_disable_most_optimizations", True)
