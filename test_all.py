@@ -5405,7 +5405,7 @@ def test_attention_equals_softmax_times_values():
         ("t5_bias", "float32", 1),
         ("t5_bias", "float32", 2),
         ("t5_bias", "bfloat16", 1),
-        pytest.param("t5_bias", "bfloat16", 2, marks=slow),
+        pytest.param("t5_bias", "bfloat16", 2, marks=LONG),
         pytest.param("none", "float32", 2, marks=LONG),
         pytest.param("alibi", "float32", 1, marks=LONG),
         pytest.param("alibi", "float32", 2, marks=LONG),
@@ -8919,7 +8919,7 @@ SHORT = {
 }
 
 
-@slow
+@long
 def test_the_suggested_command_trains_longer_without_a_jump(
     trained, tmp_path, monkeypatch, capsys, recipe_tables
 ):
@@ -9027,7 +9027,7 @@ def test_the_moving_average_is_used_for_generation(tmp_path):
     assert_equal(infer.load_params(without, tmp_path)[1], trees["params"])
 
 
-@slow
+@long
 @pytest.mark.parametrize("name", ["muon", "rms_scaled_adamw", "lion"])
 def test_a_run_on_eight_devices_resumes_exactly(name, trained, tmp_path, monkeypatch):
     """The run has a moving average and a frozen encoder, and begins with weights."""
@@ -14128,7 +14128,7 @@ def test_sums_and_means_of_the_loss_leave_out_padding():
     assert_same(loss, total, "The loss should be cross entropy + z-loss, summed.", 1e-4)
 
 
-@pytest.mark.parametrize("tuned", [pytest.param(False, marks=slow), True])
+@pytest.mark.parametrize("tuned", [pytest.param(False, marks=LONG), True])
 def test_auxiliary_losses_of_all_layers_are_added_up(tuned, monkeypatch):
     """A z-loss on the attention scores is one function, which replaces `attend`.
 
