@@ -1662,8 +1662,16 @@ def test_tfds_folders_of_both_formats_are_equal(tmp_path, corpus, monkeypatch):
     flipped[first + 30] ^= 4
     for content, message, left in (
         (bytes(flipped), "00003 record 1 is damaged .the checksum is wrong", 129),
-        (intact[: first + 9], "00003 is damaged .the file ends before the end of record 1", 81),
-        (intact[:first], "00003 is damaged .the file ends before the end of record 1", 81),
+        (
+            intact[: first + 9],
+            "00003 is damaged .the file ends before the end of record 1",
+            81,
+        ),
+        (
+            intact[:first],
+            "00003 is damaged .the file ends before the end of record 1",
+            81,
+        ),
     ):
         files[0].write_bytes(content)
         with pytest.raises(configs.UserError, match=message):
@@ -2781,7 +2789,7 @@ def test_deleting_used_shards_does_not_change_batches(mixture, small_shards, tas
     assert_equal(part, jax.tree.map(lambda a: a[[5]], kept[23]))
 
 
-@slow
+@long
 def test_memory_does_not_grow_with_each_document(corpus, monkeypatch):
     """A shard of 200,000 documents needs a few bytes for each of them."""
     count = 200_000
@@ -4700,7 +4708,8 @@ def test_t0_mixtures_consist_of_the_folders_of_p3(
     shard = root / "imdb_a" / "train.tfrecord-00001-of-00002"
     shard.write_bytes(shard.read_bytes()[:-9])
     with pytest.raises(
-        configs.UserError, match=r"00001-of-00002 is damaged .the file ends before the end of record"
+        configs.UserError,
+        match=r"00001-of-00002 is damaged .the file ends before the end of record",
     ):
         documents_of(sourced(cfg, f"seqio:{root}/imdb_a"), "inputs_pretokenized")
     shard.unlink()
@@ -5404,7 +5413,7 @@ def test_attention_equals_softmax_times_values():
     [
         ("t5_bias", "float32", 1),
         ("t5_bias", "float32", 2),
-        ("t5_bias", "bfloat16", 1),
+        pytest.param("t5_bias", "bfloat16", 1, marks=slow),
         pytest.param("t5_bias", "bfloat16", 2, marks=LONG),
         pytest.param("none", "float32", 2, marks=LONG),
         pytest.param("alibi", "float32", 1, marks=LONG),
@@ -5460,7 +5469,7 @@ def test_tuned_forms_equal_the_plain_equations(positions, dtype, side, monkeypat
         )
 
 
-@slow
+@long
 def test_a_run_without_the_tuned_forms_learns_the_same(tmp_path):
     """PLAIN_T5_TUNED=0 trains with the equations above the banner alone."""
     losses = {}
@@ -6426,6 +6435,7 @@ def test_lora_adds_a_product_of_two_small_matrices(mesh):
             assert adapted == 2 * attentions, sentence
 
 
+@slow
 def test_lora_trains_resumes_and_is_exported(trained, tmp_path, capsys, monkeypatch):
     """The exported model equals the adapted model, and the base weights never change."""
     base, flags = trained
@@ -6549,6 +6559,7 @@ def test_the_seed_and_the_step_choose_the_dropout_masks():
     assert_same(metrics["loss"], expected, sentence, 1e-6)
 
 
+@slow
 def test_a_batch_with_a_single_target_has_the_gradient_of_its_loss():
     params, batch = make_params(SMALL), make_batch(SMALL, [(5, 1)])
     expected = jax.grad(lambda params: model.loss_fn(params, batch, SMALL)[0])(params)
@@ -7810,7 +7821,9 @@ def test_allowed_outputs_are_read_from_a_file_or_a_task(tokenizer, tmp_path):
         read()
 
 
-@pytest.mark.parametrize("shape", [pytest.param((1, 1), marks=slow), (2, 2)])
+@pytest.mark.parametrize(
+    "shape", [pytest.param((1, 1), marks=LONG), pytest.param((2, 2), marks=slow)]
+)
 def test_restricted_decoding_equals_an_exhaustive_search(shape):
     """All outputs are in the list. A wide beam search ranks 1,000 outputs as their scores
     do, and greedy decoding equals a slow loop over the allowed prefixes."""
@@ -9765,6 +9778,7 @@ def test_runs_that_exceed_the_memory_are_refused(
     assert status == 2 and "This needs at least" in err and "lower --" in err, err
 
 
+@slow
 def test_batches_shrink_for_long_inputs(trained, monkeypatch):
     """Long inputs get smaller batches, and outputs do not depend on the batch."""
     cfg = configs.load_run(trained[0])
@@ -16082,8 +16096,8 @@ def damages(path, count, rng):
 @pytest.mark.parametrize(
     "to, flips",
     [
-        pytest.param("hf", 5, marks=slow),
-        pytest.param("t5x", 4, marks=slow),
+        pytest.param("hf", 5, marks=LONG),
+        pytest.param("t5x", 4, marks=LONG),
         ("plain", 6),
     ],
 )
