@@ -7648,7 +7648,11 @@ def test_samples_have_the_models_distribution_and_do_not_depend_on_the_batch():
 
 @pytest.mark.parametrize(
     "decode",
-    [dict(), dict(beams=3, num_return=2), dict(temperature=0.8, top_k=20, num_return=2)],
+    [
+        pytest.param(dict(), marks=slow),
+        dict(beams=3, num_return=2),
+        pytest.param(dict(temperature=0.8, top_k=20, num_return=2), marks=slow),
+    ],
     ids=str,
 )
 def test_outputs_do_not_depend_on_the_batch(decode):
@@ -10672,7 +10676,7 @@ def families(tokenizer):
         "T5 1.0",
         "T5 1.1, LM-adapted, FLAN, T0",
         "saved by transformers 5",
-        "UL2",
+        pytest.param("UL2", marks=slow),
         "mT5",
         "UMT5",
         "ByT5",
