@@ -1820,10 +1820,12 @@ def text_size(files):
         if not path.endswith(tuple(COMPRESSED)):
             total += size
         elif total < enough:
-            # If the file is damaged, count only the bytes before the damage.
-            with suppress(Exception), open_text(path) as file:
-                while total < enough and (part := file.read(1 << 20)):
-                    total += len(part)
+            # If the file is damaged, count only the bytes before the damage. The damage
+            # is reported later, when the texts are read.
+            with suppress(EOFError, OSError, lzma.LZMAError, zlib.error):
+                with open_text(path) as file:
+                    while total < enough and (part := file.read(1 << 20)):
+                        total += len(part)
     return total
 
 
@@ -2157,7 +2159,10 @@ def tfds_source(name, split, cfg, whole):
     def decode(record):
         return decode_bytes(info.features.deserialize_example_np(record))
 
-    return group_files(shards, partial(RECORDS[stored_as], decode, counts))
+    files = group_files(shards, partial(RECORDS[stored_as], decode, counts))
+    # dataset_info.json and features.json also determine how the records are read.
+    settings = [file for file in found if file[0].endswith(".json")]
+    return [file._replace(stamp=[file.stamp, settings]) for file in files]
 
 
 def hf_source(name, split, cfg, whole):

@@ -392,17 +392,21 @@ def rank_classification(targets, scores, num_classes=None, normalize=False):
 
     targets: a tuple (index, is_correct, weight, length in tokens) for each answer choice,
         in any order. The index is the pair (number of the example, number of the choice).
-        Each choice has its own index.
     scores: the log-probability of each choice.
     num_classes: the number of choices if all examples have the same choices, else None.
     normalize: whether to divide each score by the length of its choice.
 
     Returns a dict such as {"accuracy": 50.0}. With num_classes, the dict also has the
-    metrics of fixed_choice_metrics.
+    metrics of fixed_choice_metrics. If an index occurs twice, ValueError is raised.
 
     Source: rank_classification in t5/evaluation/metrics.py.
     """
     indices, correct, weights, lengths = map(np.array, zip(*targets))
+    if len(np.unique(indices, axis=0)) < len(indices):
+        raise ValueError(
+            "Two answer choices have the same index (number of the example, number of "
+            "the choice): give each choice its own index."
+        )
     scores = np.float32(np.divide(scores, lengths) if normalize else scores)
     # For each example, make a list of the positions of its choices in `targets`. The list
     # [4, 5] means that targets[4] and targets[5] are the choices of one example.

@@ -618,8 +618,8 @@ def generate(
         samples.
     seed: the seed of the random samples.
     trie: None, or a Trie (in the lower part of this file). A Trie is a tree of the only
-        outputs that are allowed. Its method `restrict` returns a version of the function
-        `step` that generates only these outputs.
+        outputs that are allowed. Its method `restrict` returns versions of the functions
+        step and result that generate only these outputs.
 
     Returns a pair (ids, scores). The ids have the shape [B, N, length], and are 0 after
     EOS. The scores have the shape [B, N]. The output with the highest score comes first.
@@ -638,7 +638,7 @@ def generate(
         N = 1
         start, step, result = start_greedy, greedy_step, greedy_result
     if trie is not None:
-        step = trie.restrict(step)
+        step, result = trie.restrict(step, result)
 
     B = len(inputs)
     rows = jnp.zeros(B) if rows is None else rows
@@ -776,15 +776,16 @@ class Trie(NamedTuple):
         exist = edges < self.first[nodes + 1][..., None]
         return edges, jnp.where(exist, self.ids[edges], 2**31 - 1)
 
-    def restrict(self, step):
+    def restrict(self, step, result):
         """Restrict a decoding method, such as beam search, to the outputs of this Trie.
 
         The restriction does not change the score of an output, which is its
         log-probability under the model. If there are more beams than allowed outputs, the
-        unused beams have a very low score.
+        unused beams have a very low score and no ids.
 
         step: the function that extends the outputs by one id, such as greedy_step.
-        Returns the function that replaces `step`.
+        result: the function that returns the ids and scores, such as greedy_result.
+        Returns the two functions that replace `step` and `result`.
         """
 
         def restricted_step(state, log_probs, at):
@@ -803,7 +804,20 @@ class Trie(NamedTuple):
             )
             return step(state, jnp.where(allowed, log_probs, -1e9), at)
 
-        return restricted_step
+        def allowed_result(state):
+            ids, scores = result(state)
+            return jnp.where(is_output(scores)[..., None], ids, data.PAD), scores
+
+        return restricted_step, allowed_result
+
+
+def is_output(scores):
+    """Return for each score whether it is the score of an output, as a boolean array.
+
+    An unused beam has a very low score, for which the result is False. If a model
+    computes NaN, the score of an output is NaN, for which the result is True.
+    """
+    return ~(scores <= MASKED_SCORE / 1000)
 
 
 def build_trie(outputs):
@@ -1014,9 +1028,7 @@ def run_batch(params, cfg, mesh, group, mode, B, trie=None):
     )
     kept = cfg.decode.num_return
     ids, scores = (to_numpy(array)[:, :kept] for array in outputs)
-    # Leave out unused beams, which have a very low score. Keep an output with the score
-    # NaN, which shows that the model computes NaN.
-    counts = np.sum(~(scores <= MASKED_SCORE / 1000), axis=1)
+    counts = is_output(scores).sum(axis=1)
     return [
         (list(map(cut_at_eos, outputs[:n])), row[:n].tolist())
         for outputs, row, n in zip(ids, scores, counts)

@@ -5870,6 +5870,13 @@ def test_the_loss_in_chunks_of_the_vocabulary_is_the_plain_loss(
     correct = np.asarray(ours[0][1])
     assert_equal(correct, expected[0][1])
     assert correct[0, 0] and not correct[0, 1] and correct[1, 0]
+    # To compute the loss, devices exchange only sums for each of the 20 target tokens, and
+    # with label smoothing also the sum of all columns of w. They exchange no logits.
+    text = jax.jit(chunked).lower(*place).compile().as_text()
+    pattern = r"= \(?\w+\[([\d,]*)\].*? (?:all-\w+|collective-\w+)\("
+    sizes = [math.prod(partition.integers(x)) for x in re.findall(pattern, text)]
+    assert max(sizes, default=0) <= 20, "Only sums should be exchanged."
+    assert sizes or side == 1, "Devices that split the vocabulary should exchange sums."
 
 
 # ---- train: schedule and optimizer ---------------------------------------------------------------
@@ -7870,6 +7877,7 @@ def test_restricted_decoding_equals_an_exhaustive_search(shape):
         assert_same(
             scores[row, :1000], expected[row][order], "Scores should be equal.", 1e-4
         )
+        assert not ids[row, 1000].any()  # there are only 1,000 outputs
         assert scores[row, 1000] < -10_000  # there are only 1,000 outputs
 
     # With few beams, and in sampling, all outputs are in the list, with their scores.
@@ -8160,6 +8168,8 @@ def test_rank_classification_equals_that_of_t5():
     assert "mean_3class_f1" in evaluate.rank_classification(
         rows([({0}, 3)]), [1, 0, 0], 3
     ), "Three classes should also give the mean F1."
+    with pytest.raises(ValueError, match="have the same index"):
+        evaluate.rank_classification(two + two[:1], scores + [0.0])
 
 
 def test_tasks_are_evaluated_on_text_and_by_rank(mixture, tmp_path, one_device, capsys):
