@@ -1258,7 +1258,8 @@ def find_id_order(settings, vocab_size, folder):
         f"The ids of some tokens change, because plain T5 starts the decoder with id 0 "
         f"and ends an output with id 1. In this model, these ids were {start} and {end}."
     )
-    # Exchange only two pairs of ids, so that all other tokens keep their ids.
+    # Exchange the start token with the token of id 0, and the end token with the token of
+    # id 1. All other tokens keep their ids.
     for new, old in enumerate((start, end)):
         other = order.index(old)
         order[new], order[other] = old, order[new]

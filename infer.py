@@ -796,7 +796,7 @@ class Trie(NamedTuple):
 
             # Find the node of each output. Begin at the root, and follow one edge for
             # each id of the output. An output that has ended continues with PAD. No edge
-            # has the id PAD, and the node is then the root.
+            # has the id PAD, and without a matching edge, the next node is the root.
             root = 0 * state.ids[:, :, 0]
             _, ids = self.edges(lax.fori_loop(0, at, follow, root))
             allowed = jnp.put_along_axis(

@@ -507,10 +507,11 @@ def choose_copies(arrays):
         shard = array.addressable_shards[0].data
         # The number of copies of each shard. For an array without elements, use 1.
         copies = array.sharding.num_devices * shard.size // (array.size or 1) or 1
-        # Successive arrays belong to different processes. The arrays of one process are
-        # divided among its devices, which can send data to the host at the same time. For
-        # example, if process 0 holds the copies 0 to 3, and process 1 holds the copies 4
-        # to 7, choose copy 0 of the first array, then copy 4, copy 1, copy 5 and so on.
+        # The processes take turns in writing an array. The devices of a process also take
+        # turns, because several devices can send data to the host at the same time. For
+        # example, process 0 holds the copies 0 to 3 of each array, and process 1 holds
+        # the copies 4 to 7. Then choose copy 0 of the first array, copy 4 of the second
+        # array, copy 1 of the third array, copy 5 of the fourth array and so on.
         devices = max(1, copies // jax.process_count())
         step = number * devices
         chosen[name] = (step + step // copies % devices) % copies
