@@ -1645,6 +1645,13 @@ def test_tfds_folders_of_both_formats_are_equal(tmp_path, corpus, monkeypatch):
             for part in parts
             for _, example in part.read(None)
         ]
+        # These two files also determine how the records are read.
+        for settings in ("dataset_info.json", "features.json"):
+            os.utime(folder / settings, (1, 1))
+            old = [part.stamp for part in parts]
+            parts = data.open_source(cfg.data.source, "train", cfg)
+            new = [part.stamp for part in parts]
+            assert new != old, f"{settings} should be in the stamp."
     assert_equal(found["x_tfrecord"], found["x"])
     read_back = [
         {"text": str(row["text"]), "score": float(row["score"]), "idx": row["idx"]}
