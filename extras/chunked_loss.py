@@ -1,0 +1,79 @@
+"""The training loss without an array of all logits.
+
+The logits [B, T, V] are the largest array of a training step. This file takes a part of
+the target positions at a time, and computes not only the loss of the part but at once its
+gradients, so that no logits are kept for the backward pass (Hsu et al. 2024, Liger Kernel).
+
+With 32 rows on a TPU v5e, the compiler counts 6.7 instead of 8.2 million cycles for the
+loss of T5 small, and 0.3 instead of 0.9 GB. With the vocabulary of mT5 it is 2.6 instead of
+6.8 GB.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, P, lax
+
+import model
+from configs import Config
+
+# Target tokens of a part on each device. Each part adds to the gradient of the output
+# matrix, so that many small parts are slow.
+PART = 1536
+
+
+def part_gradients(cfg, output, x, targets, weight):
+    """Return the sums of model.loss_sums and the gradients of its total.
+
+    Each device does this for its own rows. The gradients are those of output and x.
+    """
+    B, T, D = x.shape
+    n = next(n for n in range(1, T + 1) if T % n == 0 and B * T // n <= PART or n == T)
+
+    def split(a):  # [B, T, ...] becomes [n, B, T / n, ...]
+        return a.reshape(B, n, T // n, *a.shape[2:]).swapaxes(0, 1)
+
+    def total(output, x, targets, weight):
+        return model.loss_sums(output, x, targets, weight, cfg)
+
+    def step(carry, part):
+        gradients = jax.value_and_grad(total, (0, 1), has_aux=True)
+        (_, sums), (d_output, d_x) = gradients(output, *part)
+        return jax.tree.map(jnp.add, carry, (sums, d_output)), d_x
+
+    parts = split(x), split(targets), split(weight)
+    first = jax.tree.map(lambda a: a[0], parts)
+    sums = jax.eval_shape(total, output, *first)[1]
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (sums, output))
+    (sums, d_output), d_x = lax.scan(step, zeros, parts)
+    return *lax.psum((sums, d_output), "data"), d_x.swapaxes(0, 1).reshape(x.shape)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def loss_sums(
+    cfg: Config, output: dict, x: Array, targets: Array, weight: Array
+) -> tuple[Array, dict]:
+    """Compute what model.loss_sums computes. Only the total loss has a gradient."""
+    return model.loss_sums(output, x, targets, weight, cfg)
+
+
+def forward(cfg, output, x, targets, weight):
+    rows = P("data")
+    local = jax.shard_map(
+        functools.partial(part_gradients, cfg),
+        in_specs=(P(), rows, rows, rows),
+        out_specs=(P(), P(), rows),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    sums, d_output, d_x = local(output, x, targets, weight)
+    return (sums["cross_ent_loss"] + sums["z_loss"], sums), (d_output, d_x)
+
+
+def backward(cfg, saved, d_result):
+    d_output, d_x = jax.tree.map(lambda d: d * d_result[0].astype(d.dtype), saved)
+    return d_output, d_x, None, None
+
+
+loss_sums.defvjp(forward, backward)

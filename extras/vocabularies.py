@@ -1,0 +1,154 @@
+"""Vocabularies: train one, or use bytes, a tokenizer.json, or an object of a recipe file."""
+
+import io
+import itertools
+import json
+import re
+
+import fsspec
+import numpy as np
+import sentencepiece
+
+import configs
+import data
+from configs import Config, UserError
+
+
+def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes:
+    """Train a SentencePiece model on the beginning of the training texts."""
+    lines = []
+    readers = [data.read_task(name, "train", cfg) for name in data.trained_tasks(cfg)]
+    rows = itertools.zip_longest(*readers, fillvalue={})
+    for row in itertools.chain.from_iterable(rows):
+        for text in (row[key] for key in ("text", "inputs", "targets") if key in row):
+            lines += re.findall(".{1,4000}", text)  # SentencePiece skips longer lines
+            characters -= len(text)
+        if characters < 0:
+            break
+    print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=size,
+        model_type="unigram",
+        pad_id=data.PAD,
+        eos_id=data.EOS,
+        unk_id=data.UNK,
+        bos_id=-1,
+        character_coverage=0.9999,
+        max_sentence_length=16_000,
+        minloglevel=2,
+        num_threads=4,  # fixed, because another number gives another vocabulary
+    )
+    return model.getvalue()
+
+
+class Bytes:
+    """The UTF-8 bytes of a text, as in ByT5 (Xue et al. 2022): byte b has the id b + 3."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def encode(self, text: str):
+        return np.frombuffer(text.encode(), np.uint8) + np.int32(3)
+
+    def decode(self, ids) -> str:
+        return bytes(i - 3 for i in ids).decode(errors="ignore")
+
+
+class Numbers:
+    """The ids themselves, for the source random:, such as "17 4"."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def encode(self, text: str):
+        return list(map(int, text.split()))
+
+    def decode(self, ids) -> str:
+        return " ".join(map(str, ids))
+
+
+class OwnTokenizer(data.Tokenizer):
+    """An object with encode(text), decode(ids) and size, whose ids begin at 3.
+
+    Sentinels follow its ids.
+    """
+
+    file = ""
+
+    def __init__(self, vocabulary, extra_ids: int):
+        self.vocabulary, self.extra_ids = vocabulary, extra_ids
+        self.size = vocabulary.size + extra_ids
+        self.sentinel = self.size - 1 if extra_ids else None
+        texts = [vocabulary.decode([i]) for i in range(3, vocabulary.size)]
+        self.serialized = json.dumps([texts, extra_ids]).encode()
+
+    def encode(self, texts):
+        return [np.array(self.encode_text(text), np.int32) for text in texts]
+
+    def encode_text(self, text: str) -> list[int]:
+        ids = []
+        for part in re.split(r"(<extra_id_\d+>)", text):
+            number = int(part[10:-1]) if part.startswith("<extra_id_") else self.extra_ids
+            if number < self.extra_ids:
+                ids.append(self.sentinel - number)
+            else:
+                ids.extend(self.vocabulary.encode(part))
+        if ids and not data.UNK <= min(ids) <= max(ids) < self.size:
+            raise UserError(f"VOCABULARY.encode({text!r:.80}) gives the ids {ids}.")
+        return ids
+
+    def text(self, ids):
+        text, part = "", []
+        for i in ids:
+            if i < self.vocabulary.size:
+                part += [i] if i > data.UNK else []
+            else:
+                text += f"{self.vocabulary.decode(part)}<extra_id_{self.sentinel - i}>"
+                part = []
+        return text + self.vocabulary.decode(part)
+
+
+class JsonTokenizer(data.Tokenizer):
+    """A tokenizer.json of Hugging Face, which their library reads itself."""
+
+    file = "tokenizer.json"
+
+    def __init__(self, serialized: bytes):
+        import tokenizers
+
+        self.library = tokenizers.Tokenizer.from_buffer(serialized)
+        self.library.no_truncation()
+        self.library.no_padding()
+        ids = range(self.library.get_vocab_size())
+        self.set_pieces(serialized, [self.library.id_to_token(i) or "" for i in ids])
+
+    def encode(self, texts):
+        found = self.library.encode_batch(texts, add_special_tokens=False)
+        return [np.array(text.ids, np.int32) for text in found]
+
+    def text(self, ids):
+        return self.library.decode(ids, skip_special_tokens=False)
+
+
+def load(vocab: str, cfg: Config) -> data.Tokenizer:
+    """Return the tokenizer of --data.vocab, unless it names a SentencePiece model."""
+    extra_ids, task = cfg.data.extra_ids, cfg.data.source or cfg.data.task
+    if configs.VOCABULARY:
+        return OwnTokenizer(configs.VOCABULARY[0], extra_ids)
+    if task.startswith("random"):
+        return OwnTokenizer(Numbers(cfg.model.vocab_size - extra_ids), extra_ids)
+    if vocab == "bytes":
+        # The published ByT5 has no extra ids: its sentinels are 11 bytes that UTF-8 lacks.
+        return OwnTokenizer(Bytes(259 if extra_ids else 248), extra_ids or 11)
+    if vocab.startswith("train:"):
+        content = train_vocabulary(cfg, int(vocab.removeprefix("train:")))
+        return data.Tokenizer(content, extra_ids)
+    if vocab.endswith(".json"):
+        with fsspec.open(vocab) as file:
+            return JsonTokenizer(file.read())
+    raise UserError(
+        f"--data.vocab {vocab} is neither FILE.model nor tokenizer.json, bytes or train:N."
+    )
