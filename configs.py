@@ -70,7 +70,9 @@ class DataConfig:
     task: str = "span_corruption"  # task or mixture; see `python data.py --list`
     eval_tasks: str = ""  # tasks to evaluate, with commas; empty means the training task
     fields: str = ""  # names of the source's fields, as in inputs=question,targets=answer
-    vocab: str = "train:32000"  # spiece.model, tokenizer.json, bytes, or train:N tokens
+    vocab: str = (
+        "train:32000"  # FILE.model, FILE.json, bytes, or train:N to train N pieces
+    )
     extra_ids: int = 100  # sentinels <extra_id_0>, ... added to the vocabulary
     inputs_length: int = 512  # input tokens in a row, with EOS; longer inputs are cut
     targets_length: int = 114  # target tokens in a row
@@ -222,7 +224,7 @@ RECIPES = {
                 steps_per_cycle=700, infer_every=700, eval_batches=0, save_every=350)),
     # Measure the speed of T5 small on random tokens.
     "small_bench": Config(
-        replace(SIZES["small"], dtype="float32"), DataConfig(task="random"),
+        replace(SIZES["small"], dtype="float32"), DataConfig(task="random", vocab="numbers"),
         TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0)),
     # Pretrain T5 1.1 on C4, as in t5x/examples/t5/t5_1_1/examples/*_c4_pretrain.gin.
     "small_c4": Config(SIZES["small"], C4, TrainConfig(steps=10_000, batch_size=256)),

@@ -1,18 +1,19 @@
 """Convert the weights of T5: Hugging Face, T5X or Mesh TensorFlow <-> plain T5.
 
-    python convert.py t5-v1_1-small/ runs/t5_small            a Hugging Face folder -> a run
-    python convert.py checkpoint_1000000/ runs/t5_small       T5X, in its own format or Orbax
-    python convert.py model.ckpt-1000000 runs/t5_small        Mesh TensorFlow
-    python convert.py runs/tiny tiny_hf --to hf               a run -> a Hugging Face folder
-    python convert.py runs/tiny checkpoint_1500 --to t5x      a run -> T5X
+    python convert.py t5-v1_1-small/ runs/t5_small         a Hugging Face folder -> a run
+    python convert.py checkpoint_1000000/ runs/t5_small    T5X, its own format or Orbax
+    python convert.py model.ckpt-1000000 runs/t5_small     Mesh TensorFlow
+    python convert.py runs/tiny tiny_hf --to hf            a run -> a Hugging Face folder
+    python convert.py runs/tiny checkpoint_1500 --to t5x   a run -> T5X
 
-All of them hold the same numbers under different names. T5X has an array [inputs, outputs]
-for each matrix of each layer, PyTorch has [outputs, inputs], and plain T5 stacks all layers:
-[layers, inputs, outputs]. Every reader returns arrays with the names and axes of T5X, and
-`to_plain` stacks them. Nothing is guessed: an array that is missing, unknown or of another
-shape stops the conversion. A vocabulary is copied, and never translated.
+All of them hold the same numbers under different names. T5X has an array
+[inputs, outputs] for each matrix of each layer, PyTorch has [outputs, inputs], and plain
+T5 stacks all layers: [layers, inputs, outputs]. Every reader returns arrays with the
+names and axes of T5X, and `to_plain` stacks them. Nothing is guessed: an array that is
+missing, unknown or of another shape stops the conversion. A vocabulary is copied, not
+translated.
 
-The arrays are held in memory, twice for the comparison: 11 billion parameters need 90 GB.
+Memory holds the arrays up to three times: 11 billion parameters need 140 GB.
 
     >>> t5x, hugging_face = names("encoder/layers/attention/query", layer=0)
     >>> t5x
@@ -28,7 +29,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import flax
 import jax
@@ -107,7 +108,7 @@ def names(path: str, layer: int | None, gated: bool = True) -> tuple[str, str]:
 
 
 def all_names(cfg: ModelConfig) -> Iterator[tuple]:
-    """Yield (path, layer, shape of one layer, T5X name, Hugging Face name) of each array."""
+    """Yield (path, layer, its shape, T5X name, Hugging Face name) of each array."""
     gated = cfg.activation.startswith("gated_")
     for path, param in partition.flatten(model.param_table(cfg)).items():
         stacked = "/layers/" in path
@@ -172,14 +173,14 @@ def to_plain(arrays: dict, cfg: ModelConfig, source: Path) -> dict[str, np.ndarr
             raise UserError(f"{source} lacks {name} (in Hugging Face {hf}).")
         if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
             raise UserError(
-                f"{source}: {name} (in Hugging Face {hf}) must be floats of shape {shape}, "
-                f"but it is {array.dtype} of shape {array.shape}."
+                f"{source}: {name} (in Hugging Face {hf}) must be floats of shape "
+                f"{shape}, but it is {array.dtype} of shape {array.shape}."
             )
         layers.setdefault(f"params/{path}", []).append(np.asarray(array, np.float32))
     if arrays:
         raise UserError(
-            f"{source} has arrays that no T5 has ({', '.join(sorted(arrays)):.200}), or its "
-            f"configuration contradicts them."
+            f"{source} has arrays that no T5 has ({', '.join(sorted(arrays)):.200}), or "
+            f"its configuration contradicts them."
         )
     return stack(layers)
 
@@ -230,7 +231,7 @@ def adafactor_slots(slots: dict, cfg: ModelConfig, step: int) -> dict[str, np.nd
 
 
 def read_t5x(folder: Path) -> dict:
-    """Read T5X's own format: a msgpack file, and a zarr directory for each large array."""
+    """Read T5X's own format: a msgpack file, and a zarr folder for each large array."""
     import tensorstore
 
     def is_zarr(leaf):
@@ -411,9 +412,9 @@ def hf_config(cfg: ModelConfig) -> dict[str, Any]:
 def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndarray]:
     """Leave one copy of the embedding, and an output layer only if the model is untied.
 
-    A tied model of plain T5 scales its logits by d_model^-0.5, and an untied one does not.
-    The versions 4 and 5 of transformers read tie_word_embeddings differently: in version
-    5, it only says whether the logits are scaled, and scale_decoder_outputs overrides it.
+    A tied model of plain T5 scales its logits by d_model^-0.5, an untied one does not.
+    Versions 4 and 5 of transformers read tie_word_embeddings differently: in version 5,
+    it only says whether the logits are scaled, and scale_decoder_outputs overrides it.
     """
     copies = [f"{stack}embed_tokens.weight" for stack in ("encoder.", "decoder.")]
     # T5 1.0 was published with a table that its cross-attention does not use.
@@ -423,8 +424,8 @@ def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndar
     for name in copies:
         if embed is None or not np.array_equal(arrays.get(name, embed), embed):
             raise UserError(
-                f"{folder} has no shared.weight, or an {name} that differs from it. It has "
-                f"{', '.join(sorted(arrays)):.200}."
+                f"{folder} has no shared.weight, or an {name} that differs from it. It "
+                f"has {', '.join(sorted(arrays)):.200}."
             )
     head = rest.pop("lm_head.weight", None)
     if head is None and not any(name.startswith("decoder.block.") for name in rest):
@@ -455,13 +456,13 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     for name in ("modules.json", "adapter_config.json"):
         if (folder / name).exists():
             raise UserError(
-                f"{folder}/{name} changes what the model computes (sentence-transformers, "
-                f"LoRA), and it is not read: to convert the T5 alone, copy it without {name}."
+                f"{folder}/{name} changes the outputs of the model, and is not read: it is "
+                f"of sentence-transformers or LoRA. A copy without it can be converted."
             )
     config = read_json(folder / "config.json")
     generation = read_json(folder / "generation_config.json")
     if config.get("model_type", "t5") not in ("t5", "mt5", "umt5"):
-        raise UserError(f"{folder} is a {config['model_type']}, not a T5, mT5 or UMT5.")
+        raise UserError(f"{folder} has model_type {config['model_type']}, and is no T5.")
     for field, expected in SPECIAL.items():
         found = (config | generation).get(field, expected)
         if found not in (expected, [expected]):
@@ -497,8 +498,8 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     others = generation.keys() - SPECIAL - {"_from_model_config", "transformers_version"}
     if others:
         print(
-            f"generation_config.json is not converted. It sets {', '.join(sorted(others))}: "
-            f"infer.py generates as its --decode flags say."
+            f"generation_config.json is not converted. It sets "
+            f"{', '.join(sorted(others))}: give infer.py such --decode flags."
         )
     return arrays, cfg
 
@@ -517,8 +518,8 @@ def find_vocabulary(folders: list[Path], vocab_size: int) -> tuple[str | None, i
     file = next(filter(Path.exists, files), None)
     if not file and own:
         raise UserError(
-            f"{folders[0]} adds {', '.join(sorted(own)):.200} to its vocabulary. Save a "
-            f"tokenizer.json there: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
+            f"{folders[0]} adds {', '.join(sorted(own)):.200} to its vocabulary. Add a "
+            f"tokenizer.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
         )
     if not file:
         is_byt5 = "ByT5" in str(config.get("tokenizer_class")) or vocab_size == 384
@@ -540,8 +541,8 @@ def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int
         spec = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.serialized)
         if spec.trainer_spec.model_type != 1 or spec.trainer_spec.byte_fallback:
             raise UserError(
-                "The vocabulary is no unigram model, or falls back to bytes. Transformers "
-                "would give other ids: without spiece.model, the weights are converted."
+                "The vocabulary is no unigram model, or falls back to bytes, for which "
+                "transformers has other ids. Without spiece.model, weights are converted."
             )
         config["tokenizer_class"] = "T5Tokenizer"
         config["extra_ids"] = tokenizer.size - len(spec.pieces)
@@ -592,8 +593,8 @@ def read(source: Path, step: str = "latest") -> Weights:
             tree = read_t5x(source)
         else:
             raise UserError(
-                f"{source} is no run, no Hugging Face folder (config.json and weights), no "
-                f"T5X folder checkpoint_N, and no prefix of a TensorFlow checkpoint."
+                f"{source} is no run, no Hugging Face folder (config.json and weights), "
+                f"no T5X folder checkpoint_N, and no prefix of a TensorFlow checkpoint."
             )
         folders.append(source.parent)  # The Gin file and the vocabulary may be there.
         trained = int(tree["state"]["step"])
@@ -678,8 +679,8 @@ def compare(weights: Weights, written: Weights, dtype: np.dtype) -> None:
 
 
 def convert(
-    src: tyro.conf.Positional[str],
-    dst: tyro.conf.Positional[str],
+    src: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")],
+    dst: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")],
     to: Literal["plain", "hf", "t5x"] = "plain",
     dtype: Literal["float32", "bfloat16"] = "float32",
     step: str = "latest",

@@ -10,19 +10,19 @@ packed ones. A task is a source of documents, and how examples are made and scor
     python data.py --data.task glue_v002_proportional --list    list tasks and rates
 """
 
-import atexit
+import ast
 import csv
+import io
 import itertools
 import json
 import re
-import threading
 import zlib
 from collections import Counter, deque
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from hashlib import sha256
-from queue import SimpleQueue
+from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 import fsspec
@@ -119,6 +119,9 @@ def load_tokenizer(cfg: Config, run_dir: str | None = None) -> Tokenizer:
     if vocab.endswith(".model") and not configs.VOCABULARY:
         with fsspec.open(vocab) as file:
             tokenizer = Tokenizer(file.read(), cfg.data.extra_ids)
+    elif vocab.startswith("train:") and not configs.VOCABULARY:
+        size = int(vocab.removeprefix("train:"))
+        tokenizer = Tokenizer(train_vocabulary(cfg, size), cfg.data.extra_ids)
     else:
         from extras import vocabularies
 
@@ -126,6 +129,32 @@ def load_tokenizer(cfg: Config, run_dir: str | None = None) -> Tokenizer:
     if tokenizer.size > cfg.model.vocab_size:
         raise UserError(f"This vocabulary needs --model.vocab_size {tokenizer.size}.")
     return tokenizer
+
+
+def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes:
+    """Train a SentencePiece model on the beginning of the training texts."""
+    lines = []
+    readers = [read_task(name, "train", cfg) for name in trained_tasks(cfg)]
+    rows = itertools.zip_longest(*readers, fillvalue={})
+    for row in itertools.chain.from_iterable(rows):
+        for text in (row[key] for key in ("text", "inputs", "targets") if key in row):
+            lines += re.findall(".{1,4000}", text)  # SentencePiece skips longer lines
+            characters -= len(text)
+        if characters < 0:
+            break
+    print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=size,
+        **dict(pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1),
+        character_coverage=0.9999,
+        max_sentence_length=16_000,
+        minloglevel=2,
+        num_threads=4,  # fixed, because another number gives another vocabulary
+    )
+    return model.getvalue()
 
 
 # ---- span corruption -------------------------------------------------------------------
@@ -272,7 +301,7 @@ def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     where the shares of free inputs and of free targets in a row then differ least.
     """
     share = sizes / np.array(limits)
-    row, rows = np.zeros(len(sizes), int), int(np.ceil(share.sum(axis=0).max()))
+    row, rows = np.zeros(len(sizes), int), int(np.ceil(sizes.sum(0) / limits).max())
     free = np.tile(limits, (len(sizes), 1)).T  # [2, rows]
     more, difference = share[:, 0] - share[:, 1], np.zeros(len(sizes))
     for i in np.argsort(-share.sum(axis=1), kind="stable").tolist():
@@ -314,94 +343,54 @@ def pad_batch(inputs: list, targets: list, *limits: int) -> Batch:
     return fill_rows([*zip(inputs, targets)], rows, len(rows), limits)
 
 
-# ---- batches of training ---------------------------------------------------------------
+# ---- batches ---------------------------------------------------------------------------
 
 ORDER, NOISE, ROWS = range(3)  # uses of random bits: no two uses have equal keys
-FIRST_WINDOW = 1 << 20  # characters in the first windows of all tasks together
-SMALLEST = 1 << 15  # characters in the first window of a task, at least
+FIRST_WINDOW = 1 << 20  # characters in the first window of a source, or fewer in mixtures
 DOUBLINGS = 4  # later windows are larger, up to 16 million characters
 PART = 256  # examples that are made at once
 PACKED = 512  # rows that are packed together
 
 
-class Worker:
-    """A thread that runs jobs one by one. The program ends after the current one."""
-
-    def __init__(self):
-        self.jobs, self.busy = SimpleQueue(), threading.Lock()
-        threading.Thread(target=self.run, daemon=True).start()
-        atexit.register(self.busy.acquire)  # SentencePiece would abort the program
-
-    def submit(self, job: Callable, *args) -> Future:
-        future = Future()
-        self.jobs.put((future, job, args))
-        return future
-
-    def run(self):
-        while True:
-            future, job, args = self.jobs.get()
-            with self.busy:
-                try:
-                    future.set_result(job(*args))
-                except BaseException as error:  # Future.result raises it again
-                    future.set_exception(error)
+def read_windows(task, files, tokenizer, cfg, first, epoch, window, *place) -> Iterator:
+    """Yield (documents of a window of a source, where the next window begins)."""
+    while True:
+        texts = read_texts(files, task, cfg, place)
+        while place:
+            # Small windows at first, so that training begins soon.
+            size = first << (DOUBLINGS if epoch else min(window, DOUBLINGS))
+            documents, place = read_documents(texts, size, task, tokenizer, cfg)
+            window += 1
+            yield documents, [epoch, window, *place] if place else [epoch + 1, 0, 0, 0]
+        while window == 1:  # The source fits into one window.
+            epoch += 1
+            yield documents, [epoch + 1, 0, 0, 0]
+        epoch, window, place = epoch + 1, 0, (0, 0)
 
 
-class Stream:
-    """The endless examples of a task: one window of its source after the other, shuffled.
+def stream(name, task, tokenizer, cfg, read, ahead, state) -> Iterator:
+    """Yield (example, state after it) of a task, shuffled; (None, state) ends an epoch.
 
-    `state` is [count, epoch, window, file, number, used]: the examples so far, where the
-    window begins in the source, and how many of its examples are used.
+    state: [count, epoch, window, file, number, used]: the examples so far, where the
+    window `ahead` begins, and how many of its examples are used. read() reads the next.
     """
-
-    def __init__(self, name, cfg, tokenizer, worker, share, state):
-        task, self.files = open_task(name, "train", cfg)
-        if not self.files:
-            raise UserError(f"The task {name} has no split for training.")
-        self.name, self.state, self.context = name, state, (task, tokenizer, cfg)
-        self.first = max(int(share * FIRST_WINDOW), SMALLEST)
-        # The next window is read while one is used.
-        self.submit = partial(worker.submit, next, self.windows(*state[1:3], state[3:5]))
-        self.ahead = self.submit()
-
-    def windows(self, epoch: int, window: int, place) -> Iterator:
-        """Yield (documents of a window, where the next window begins)."""
-        task, _, cfg = self.context
-        while True:
-            texts = read_texts(self.files, task, cfg, place)
-            while place:
-                # Small windows at first, so that training begins soon.
-                size = self.first << (DOUBLINGS if epoch else min(window, DOUBLINGS))
-                documents, place = read_documents(texts, size, *self.context)
-                window += 1
-                end = [epoch, window, *place] if place else [epoch + 1, 0, 0, 0]
-                yield documents, end
-            while window == 1:  # The source fits into one window.
-                epoch += 1
-                yield documents, [epoch + 1, 0, 0, 0]
-            epoch, window, place = epoch + 1, 0, (0, 0)
-
-    def __iter__(self):
-        """Yield each example, and None at the end of each epoch."""
-        task, _, cfg = self.context
-        while True:
-            count, *begin, used = self.state
-            documents, end = self.ahead.result()
-            self.ahead = self.submit()
-            key = cfg.train.seed, zlib.crc32(self.name.encode()), *begin
-            order = np.argsort(random_bits(len(documents), *key, ORDER), kind="stable")
-            for start in range(used - used % PART, len(documents), PART):
-                part = [documents[i] for i in order[start : start + PART]]
-                examples = make_examples(part, *self.context, *key, NOISE, start)
-                for example in examples[used - start :]:
-                    count, used = count + 1, used + 1
-                    self.state = [count, *begin, used]
-                    yield example
-            self.state = [count, *end, 0]
-            if not count:
-                raise UserError(f"{task.source} has no text for the task {self.name}.")
-            if end[0] > begin[0]:
-                yield None
+    count, *begin, used = state
+    while True:
+        documents, end = ahead.result()
+        ahead = read()
+        key = cfg.train.seed, zlib.crc32(name.encode()), *begin
+        order = np.argsort(random_bits(len(documents), *key, ORDER), kind="stable")
+        for start in range(used - used % PART, len(documents), PART):
+            part = [documents[i] for i in order[start : start + PART]]
+            examples = make_examples(part, task, tokenizer, cfg, *key, NOISE, start)
+            for example in examples[used - start :]:
+                count, used = count + 1, used + 1
+                yield example, [count, *begin, used]
+        if not count:
+            raise UserError(f"{task.source} has no text for the task {name}.")
+        if end[0] > begin[0]:
+            yield None, [count, *end, 0]
+        begin, used = end, 0
 
 
 class Batches:
@@ -412,21 +401,25 @@ class Batches:
     """
 
     def __init__(self, cfg: Config, tokenizer: Tokenizer, state: dict | None = None):
-        self.cfg, rates = cfg, trained_tasks(cfg)
-        self.rates, share = np.array([*rates.values()]), 1 / len(rates)
-        self.state = state or {"row": 0, "streams": {name: [0] * 6 for name in rates}}
-        reader, maker = Worker(), Worker()
-        self.streams = [
-            Stream(name, cfg, tokenizer, reader, share, self.state["streams"][name])
-            for name in rates
-        ]
-        files = [[file.name, file.size] for s in self.streams for file in s.files]
-        self.files = zlib.crc32(json.dumps(files).encode())
+        self.cfg, self.rates = cfg, trained_tasks(cfg)
+        self.state = state or {"row": 0, "tasks": {name: [0] * 6 for name in self.rates}}
+        self.tasks, self.streams, files = dict(self.state["tasks"]), {}, []
+        reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
+        first = FIRST_WINDOW // min(len(self.rates), 32)
+        for name, place in self.tasks.items():
+            task, found = open_task(name, "train", cfg)
+            if not found:
+                raise UserError(f"The task {name} has no split for training.")
+            windows = read_windows(task, found, tokenizer, cfg, first, *place[1:5])
+            read = partial(reader.submit, next, windows)
+            self.streams[name] = stream(name, task, tokenizer, cfg, read, read(), place)
+            files += [[file.name.split("/")[-1], file.size] for file in found]
+        self.files = zlib.crc32(json.dumps([self.rates, files]).encode())
         if self.state.setdefault("files", self.files) != self.files:
-            raise UserError("The training files are not those with which this run began.")
+            raise UserError("This run began with other training files, or other rates.")
         rows = self.make_rows(self.state["row"])
         self.submit = partial(maker.submit, self.make_batch, rows)
-        self.ahead = deque([self.submit(), self.submit()])
+        self.ahead = deque(self.submit() for _ in range(4))
 
     def __iter__(self):
         return self
@@ -442,29 +435,29 @@ class Batches:
 
     def make_rows(self, first: int) -> Iterator:
         """Yield (the five arrays of a row, the state after it)."""
-        examples = [iter(stream) for stream in self.streams]
         while True:
-            streams = {stream.name: stream.state for stream in self.streams}
-            packed = self.pack_rows(examples)
+            tasks = dict(self.tasks)
+            packed = self.pack_rows()
             for row in range(first, len(packed.inputs)):
-                state = {"row": row + 1, "streams": streams, "files": self.files}
+                state = {"row": row + 1, "tasks": tasks, "files": self.files}
                 yield [array[row] for array in packed], state
             first = 0
 
-    def pack_rows(self, streams: list) -> Batch:
-        """Pack the next examples of all streams, and shuffle the rows."""
-        data, seed = self.cfg.data, self.cfg.train.seed
+    def pack_rows(self) -> Batch:
+        """Pack the next examples of all tasks, and shuffle the rows."""
+        data, names = self.cfg.data, [*self.rates]
+        rates = np.array([*self.rates.values()])
         limits = data.inputs_length, data.targets_length
-        counts = np.array([stream.state[0] for stream in self.streams])
+        counts = np.array([self.tasks[name][0] for name in names])
         first = int(counts.sum())
         # Fractions that differ keep rare tasks from appearing all at once.
         phase = (np.arange(len(counts)) + 0.5) / len(counts)
         examples, filled = [], [0, 0]  # filled: rows that all inputs and all targets need
         while max(filled) < PACKED:
-            task = np.argmin((counts + phase) / self.rates)
-            example = next(streams[task])
+            k = np.argmin((counts + phase) / rates)
+            example, self.tasks[names[k]] = next(self.streams[names[k]])
             if example:
-                counts[task] += 1
+                counts[k] += 1
                 examples.append(example)
                 for side, limit in enumerate(limits):
                     filled[side] += len(example[side]) / limit if data.pack else 1
@@ -473,7 +466,8 @@ class Batches:
         sizes = np.array([[len(ids) for ids in example] for example in examples])
         row = pack(sizes, limits) if data.pack else np.arange(len(sizes))
         rows = row.max() + 1
-        row = np.argsort(random_bits(rows, seed, first, ROWS), kind="stable")[row]
+        bits = random_bits(rows, self.cfg.train.seed, first, ROWS)
+        row = np.argsort(bits, kind="stable")[row]
         order = np.argsort(row, kind="stable")
         packed = fill_rows([examples[i] for i in order], row[order], rows, limits)
         if not first:
@@ -485,9 +479,6 @@ class Batches:
                 f"{cut:.0%} of the examples fill a row or were cut; {unknown:.2%} unknown"
             )
         return packed
-
-
-# ---- held-out data ---------------------------------------------------------------------
 
 
 def held_out(name: str, split: str, cfg: Config, tokenizer: Tokenizer) -> list[Batch]:
@@ -506,7 +497,6 @@ def held_out(name: str, split: str, cfg: Config, tokenizer: Tokenizer) -> list[B
 
 
 def encode_example(texts: dict, task: "Task", tokenizer: Tokenizer, cfg: Config):
-    """Return the example (inputs, targets) of a pair of texts."""
     task = task._replace(objective=pairs)
     return make_examples(tokenize([texts], task, tokenizer), task, tokenizer, cfg)[0]
 
@@ -580,11 +570,21 @@ def read_parquet(path):
 
 def read_parallel(inputs, targets):
     """Yield each line of one file with the same line of another file."""
-    pairs = itertools.zip_longest(read_lines(inputs), read_lines(targets))
-    for number, pair in enumerate(pairs, 1):
-        if None in pair:
-            raise UserError(f"Only one of {inputs} and {targets} has a line {number}.")
+    for pair in zip(read_lines(inputs), read_lines(targets), strict=True):
         yield {"inputs": pair[0].rstrip("\r\n"), "targets": pair[1].rstrip("\r\n")}
+
+
+@cache
+def read_python():
+    """Return the pages of Python's manual, and the docstrings of each of its modules."""
+    from pydoc_data.topics import topics
+
+    kinds, texts = (ast.Module, ast.ClassDef, ast.FunctionDef), list(topics.values())
+    for path in sorted(Path(ast.__file__).parent.glob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_bytes()))
+        found = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
+        texts.append("\n\n".join(filter(None, found)))
+    return [{"text": text} for text in texts if text]
 
 
 READERS = {
@@ -614,7 +614,10 @@ def open_source(source: str, split: str, cfg: Config) -> list[File]:
         from extras import libraries
 
         return getattr(libraries, f"open_{kind}")(name, split, cfg)
-    if kind in ("python", "random"):
+    if kind == "python":
+        # Not in a thread, because Python 3.11 cannot parse files in two threads at once.
+        files = [File(source, partial(iter, read_python()))]
+    elif kind in ("random", "numbers"):
         from extras import toys
 
         files = [File(source, partial(toys.read, source, cfg))]
@@ -629,8 +632,9 @@ def open_source(source: str, split: str, cfg: Config) -> list[File]:
         raise UserError(f"{source!r} is not a source: write KIND:NAME, as in jsonl:FILE.")
     if not files and (filled == name or split == "train"):
         raise UserError(f"No file matches {filled}.")
-    trained = [find_task(task, cfg).source for task in trained_tasks(cfg)]
-    if filled != name or cfg.data.validation_source or source not in trained:
+    if filled != name or cfg.data.validation_source:
+        return files
+    if source not in [find_task(task, cfg).source for task in trained_tasks(cfg)]:
         return files
     if split not in ("train", "validation"):
         return []
@@ -660,15 +664,14 @@ def read_texts(files: list[File], task: "Task", cfg: Config, start=(0, 0)):
                     new = {new: fields[old] for new, old in renamed if old in fields}
                     formatted = task.format(fields | new)
                     texts = [text for x in formatted for text in texts_of(x, task)]
-                    "".join(x for x in texts if isinstance(x, str)).encode()  # valid?
+                    # Half of a character, which JSON can hold, raises an error here.
+                    "".join(x for x in texts if isinstance(x, str)).encode()
                     size = 300 + sum(map(len, texts))  # 300 for the objects of Python
                     yield formatted, (f, number), size
                 number += 1
         except Exception as error:
-            raise UserError(
-                f"{file.name}, example {number}: {error!r}. It has the fields "
-                f"{', '.join(fields)}, which --data.fields can rename."
-            ) from error
+            where = f"{file.name}, example {number} with the fields {[*fields]}"
+            raise UserError(f"{where}: {error!r}") from error
 
 
 def texts_of(fields: dict, task: "Task") -> list:
@@ -690,17 +693,17 @@ def read_documents(texts: Iterator, characters: int, task, tokenizer, cfg):
 
 
 def tokenize(texts: list[dict], task: "Task", tokenizer: Tokenizer) -> list:
-    """Return the ids of each text or pair. Lists of ids stay, but for their EOS."""
+    """Return the ids of each text or pair. Lists of ids lose their padding and EOS."""
     values = [text for fields in texts for text in texts_of(fields, task)]
     encoded = iter(tokenizer.encode([text for text in values if isinstance(text, str)]))
     found = []
     for value in values:
-        ids = next(encoded) if isinstance(value, str) else np.array(value, np.int64)
+        ids = next(encoded) if isinstance(value, str) else np.trim_zeros(value, "b")
         if not isinstance(value, str) and len(ids):
-            if not 0 <= ids.min() <= ids.max() < tokenizer.size:
+            if not 0 <= min(ids) <= max(ids) < tokenizer.size:
                 raise UserError(f"{task.source} has ids outside the vocabulary: {ids}.")
             ids = ids[:-1] if ids[-1] == EOS else ids
-        found.append(ids)
+        found.append(np.asarray(ids, np.int32))
     return [*zip(found[::2], found[1::2])] if task.objective is pairs else found
 
 
@@ -739,7 +742,7 @@ class Task(NamedTuple):
     objective: Callable = pairs
     inputs_eos: bool = True  # False in T0
     eos_after_trim: bool = True  # False in T0
-    noise: dict = {}  # own noise_density and mean_span_length, as in UL2
+    noise: dict = {}  # changes of DataConfig for the objective, as in UL2
 
 
 TASKS |= {
@@ -753,11 +756,7 @@ TASKS |= {
 
 
 def mixture_rates(name: str, cfg: Config, within: tuple = ()) -> dict[str, float]:
-    """Return the rate of each task of a mixture. A single task has the rate 1.
-
-    MIXTURES[name] is a dict of rates, or a function of the Config that returns it. It may
-    name mixtures, too. A task of rate 0 is only evaluated.
-    """
+    """Return the rate of each task of a mixture. A task of rate 0 is only evaluated."""
     if name not in {**TASKS, **MIXTURES} and ":" not in name:
         from extras import t5_tasks, toys  # noqa: F401 (they add to TASKS and MIXTURES)
     if name not in MIXTURES:
@@ -786,16 +785,15 @@ def eval_tasks(cfg: Config) -> list[str]:
 
 def find_task(name: str, cfg: Config) -> Task:
     """Return a task by name, or that of pairs in a source such as jsonl:a.jsonl."""
-    if name not in TASKS and ":" in name:
-        return Task(name)
-    if name not in TASKS:
+    if name not in TASKS and ":" not in name:
         from extras import t5_tasks, toys  # noqa: F401
 
         if name not in TASKS:
             return t5_tasks.p3_task(name, cfg)
+    task = TASKS.get(name, Task(name))
     if name == cfg.data.task and cfg.data.source:
-        return TASKS[name]._replace(source=cfg.data.source, splits=Task().splits)
-    return TASKS[name]
+        task = task._replace(source=cfg.data.source, splits=Task().splits)
+    return task
 
 
 def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:

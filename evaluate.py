@@ -1,9 +1,8 @@
 """Evaluate a trained model: held-out loss, metrics on generated text, rank classification.
 
-    python evaluate.py --run_dir RUN                                the last checkpoint
+    python evaluate.py --run_dir RUN --plot curves.png              the last checkpoint
     python evaluate.py --run_dir RUN --tasks glue_rte_v002 --step all --csv table.csv
     python evaluate.py --run_dir RUN --tasks super_glue_copa_v102 --mode rank
-    python evaluate.py --run_dir RUN --plot curves.png
 
 --mode loss computes the teacher-forced loss in nats per target token. --mode predict
 generates a text for each example, and compares it with the target by the metrics of the
@@ -15,7 +14,6 @@ written to RUN/eval/TASK-STEP.jsonl.
 
 import collections
 import csv
-import dataclasses
 import functools
 import itertools
 import json
@@ -39,24 +37,20 @@ from configs import METRICS, Config, UserError
 # ---- teacher-forced loss ---------------------------------------------------------------
 
 
-@functools.partial(jax.jit, static_argnames="cfg")
+@jax.jit(static_argnames="cfg")
 def loss_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> dict:
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
     options = cfg.train.z_loss, cfg.train.label_smoothing
     losses = model.token_losses(params, batch, cfg.model, *options)
     real, names = batch.target_segments > 0, ("cross_ent_loss", "z_loss", "accuracy")
     sums = {name: jnp.sum(x * real) for name, x in zip(names, losses)}
-    content_loss, content_tokens = jnp.sum(losses[0] * is_content), jnp.sum(is_content)
-    return sums | {
-        "tokens": jnp.sum(real),
-        "content_loss": content_loss,
-        "content_tokens": content_tokens,
-    }
+    sums["tokens"] = jnp.sum(real)
+    sums["content_loss"] = jnp.sum(losses[0] * is_content)
+    sums["content_tokens"] = jnp.sum(is_content)
+    return sums
 
 
-def evaluate_loss(
-    params: dict, cfg: Config, mesh, batches: list[data.Batch], tokenizer
-) -> dict[str, float]:
+def evaluate_loss(params, cfg: Config, mesh, batches: list, tokenizer) -> dict:
     """Return the mean losses and the accuracy (0 to 1) over all target tokens.
 
     content_loss leaves out EOS and sentinels, so it can be compared with data.unigram_loss.
@@ -77,14 +71,21 @@ def evaluate_loss(
     return {name: float(value) for name, value in metrics.items()}
 
 
+def split_loss(params, cfg: Config, mesh, name: str, split: str, tokenizer) -> dict:
+    """Return the mean losses and the accuracy of all examples of a split."""
+    cfg = replace(cfg, train=replace(cfg.train, eval_batches=0))
+    batches = data.held_out(name, split, cfg, tokenizer)
+    if not batches:
+        raise UserError(f"The task {name} has no split {split}.")
+    return evaluate_loss(params, cfg, mesh, batches, tokenizer)
+
+
+# A recipe file adds names of its own: `evaluate.LOWER_IS_BETTER.add("wer")`.
 LOWER_IS_BETTER = {"loss", "cross_ent_loss", "z_loss", "content_loss", "bits_per_byte"}
 
 
 def lower_is_better(name: str) -> bool:
-    """Whether the best value of a metric such as training_eval/TASK/loss is the lowest.
-
-    A function in METRICS says so by an attribute: `wer.lower_is_better = True`.
-    """
+    """Whether the best value of a metric such as training_eval/TASK/loss is the lowest."""
     return name.split("/")[-1] in LOWER_IS_BETTER
 
 
@@ -130,17 +131,14 @@ def compute_metrics(task: data.Task, lines: list[dict]) -> dict:
         found = function(targets, predictions)
         if twice := metrics.keys() & found.keys():
             raise UserError(f"Two metrics of a task have the name {twice}.")
-        if getattr(function, "lower_is_better", False):
-            LOWER_IS_BETTER.update(found)
         metrics |= found
     return metrics
 
 
 def check_metrics(name: str, task: data.Task, rows: list, targets: list, written: list):
-    """Try the metrics on some targets, before anything is generated.
+    """Compute the metrics of a perfect model, before anything is generated.
 
-    written: the targets that the model can generate at best. The vocabulary may lack some
-    characters, or a target may be too long. A metric of 0 then says nothing of the model.
+    written: the targets as the model can write them, with its vocabulary and length.
     """
     best = compute_metrics(task, result_lines(task, rows, targets, targets))
     possible = compute_metrics(task, result_lines(task, rows, targets, written))
@@ -154,19 +152,15 @@ def check_metrics(name: str, task: data.Task, rows: list, targets: list, written
         infer.note(f"{name}: the metrics are wrong, as {unknown} is none of the choices.")
 
 
-def predict(
-    params, cfg: Config, mesh, name: str, split: str, tokenizer, most: int | None = None
-) -> tuple[dict, list[dict]]:
-    """Generate a text for each example. Return (metrics, lines with the outputs)."""
+def predict(params, cfg: Config, mesh, name: str, split: str, tokenizer, most=None):
+    """Generate a text for each example. Returns metrics, and a line for each example."""
     task, rows = data.find_task(name, cfg), read_rows(name, split, cfg, most)
-    encode = functools.partial(
-        infer.task_example, task=task, cfg=cfg, tokenizer=tokenizer
-    )
-    examples = [encode(row, number) for number, row in enumerate(rows)]
+    pairs = [data.encode_example(row, task, tokenizer, cfg) for row in rows]
     targets = [row["targets"] for row in rows]
     targets = [x if isinstance(x, str) else tokenizer.decode(x) for x in targets]
-    written = [tokenizer.decode(example.targets) for example in examples[:100]]
+    written = [tokenizer.decode(ids) for _, ids in pairs[:100]]
     check_metrics(name, task, rows[:100], targets[:100], written)
+    examples = (infer.Example(*pair, number) for number, pair in enumerate(pairs))
     results = infer.run_examples(params, cfg, mesh, examples)
     outputs = [tokenizer.decode(best) for (best, *_), _ in results]
     lines = result_lines(task, rows, targets, outputs)
@@ -186,21 +180,24 @@ def answer_choices(name: str, task: data.Task, number: int, row: dict) -> list[d
     P3, each example already is one choice, with the fields idx, is_correct and weight.
     """
     if "is_correct" in row and "idx" in row:
-        index, weight = tuple(map(int, row["idx"])), float(np.max(row.get("weight", 1.0)))
-        correct = bool(np.all(row["is_correct"]))
-        return [row | {"idx": index, "is_correct": correct, "weight": weight}]
-    texts = list(row.get("answer_choices", task.choices))
-    target, *others = [str(x).strip().casefold() for x in (row["targets"], *texts)]
-    if target not in others or len(set(others)) < len(others):
+        correct, weight = (
+            np.squeeze(row["is_correct"]),
+            np.squeeze(row.get("weight", 1.0)),
+        )
+        values = {"idx": tuple(map(int, row["idx"])), "is_correct": bool(correct)}
+        return [row | values | {"weight": float(weight)}]
+    texts = [str(text) for text in row.get("answer_choices", task.choices)]
+    target, *simple = [str(x).strip().casefold() for x in (row["targets"], *texts)]
+    if target not in simple or len(set(simple)) < len(simple):
         raise UserError(
             f"Example {number} of {name}: the target {row['targets']!r} must be one of its "
             f"choices, and these must differ. The field answer_choices or the choices of "
             f"the task are {texts}."
         )
     choices = []
-    for i, (text, simplified) in enumerate(zip(texts, others)):
-        choice = {"targets": text, "idx": (number, i), "is_correct": simplified == target}
-        choices.append(row | choice | {"weight": 1.0})
+    for i, text in enumerate(texts):
+        values = {"targets": text, "idx": (number, i), "is_correct": simple[i] == target}
+        choices.append(row | values | {"weight": 1.0})
     return choices
 
 
@@ -217,20 +214,17 @@ def group_choices(indices: list[tuple[int, int]]) -> list[list[int]]:
 def rank_classification(targets, scores, num_classes=None, normalize=False) -> dict:
     """Return how often the choice with the highest score is correct, in percent.
 
-    targets: (idx, is_correct, weight, length in tokens) of each choice, in any order. idx
-        is (number of the example, number of the choice).
-    num_classes: the number of choices if all examples have the same choices. Each choice
-        then is a class, and F1 and the areas under two curves are computed, too.
-    normalize: whether to divide each score by the length of its choice.
-
-    Source: rank_classification in t5/evaluation/metrics.py.
+    As in t5/evaluation/metrics.py, the targets are (idx, is_correct, weight, length in
+    tokens) of each choice in any order, with idx = (number of the example, number of the
+    choice). If all examples have the same choices, their number is num_classes. They are
+    then classes, which have an F1. `normalize` divides each score by the length.
     """
     indices, *columns = zip(*targets)
     correct, weights, lengths = map(np.array, columns)
     scores = np.float32(np.divide(scores, lengths) if normalize else scores)
     groups = group_choices(indices)
-    # Of equal scores, the first counts. An example has the weight of the answer, or with
-    # classes that of its first choice.
+    # Of equal scores, the first counts. An example has the weight of its answer, or if the
+    # choices are classes, that of its first choice.
     answers = [group[np.argmax(scores[group])] for group in groups]
     weights = weights[[group[0] for group in groups] if num_classes else answers]
     metrics = {"accuracy": percent(np.average(correct[answers], weights=weights))}
@@ -256,43 +250,44 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
     }
 
 
-def rank(
-    params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize: bool = False
-) -> tuple[dict, list[dict]]:
-    """Score the choices of every example. Return (metrics, a line for each example)."""
+def rank(params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize=False):
+    """Score the choices of every example. Returns metrics, and a line for each example."""
     task, rows = data.find_task(name, cfg), read_rows(name, split, cfg)
-    choices = [
-        x for i, row in enumerate(rows) for x in answer_choices(name, task, i, row)
-    ]
-    examples = [infer.task_example(x, 0, task, cfg, tokenizer) for x in choices]
+    choices = []
+    for number, row in enumerate(rows):
+        choices += answer_choices(name, task, number, row)
+    texts = [choice["targets"] for choice in choices]
+    correct = [choice["is_correct"] for choice in choices]
+    pairs = [data.encode_example(choice, task, tokenizer, cfg) for choice in choices]
     groups = group_choices([choice["idx"] for choice in choices])
     for group in groups:
-        ids = [(tuple(examples[i].targets), choices[i]["is_correct"]) for i in group]
+        ids = [(tuple(pairs[i][1]), correct[i]) for i in group]
         if len(dict(ids)) < len(set(ids)):
             raise UserError(
-                f"A right and a wrong choice of an example of {name} have equal token ids, "
-                f"perhaps because --data.targets_length cuts them: "
-                f"{[choices[i]['targets'] for i in group]}."
+                f"{name} has a right and a wrong choice with equal token ids, perhaps as "
+                f"--data.targets_length cuts them: {[texts[i] for i in group]}."
             )
+    examples = (infer.Example(*pair) for pair in pairs)
     scores = list(infer.run_examples(params, cfg, mesh, examples, "score"))
-    lengths = [len(example.targets) for example in examples]
+    lengths = [len(targets) for _, targets in pairs]
     if normalize:
         scores = np.divide(scores, lengths).tolist()
     lines = []
     for group in groups:
-        answer = choices[group[np.argmax(np.float32(scores)[group])]]
+        best = group[np.argmax(np.float32(scores)[group])]
         line = {
-            "choices": [choices[i]["targets"] for i in group],
+            "choices": [texts[i] for i in group],
             "scores": [scores[i] for i in group],
-            "targets": [choices[i]["targets"] for i in group if choices[i]["is_correct"]],
-            "prediction": answer["targets"],
-            "is_correct": answer["is_correct"],
+            "targets": [texts[i] for i in group if correct[i]],
+            "prediction": texts[best],
+            "is_correct": correct[best],
         }
         lines.append(choices[group[0]] | line)
-    columns = [[x[key] for x in choices] for key in ("idx", "is_correct", "weight")]
+    indices, weights = ([choice[key] for choice in choices] for key in ("idx", "weight"))
+    targets = zip(indices, correct, weights, lengths)
     same = {tuple(row.get("answer_choices", task.choices)) for row in rows}
     num_classes = len(*same) if len(same) == 1 else None
-    return rank_classification(zip(*columns, lengths), scores, num_classes), lines
+    return rank_classification(targets, scores, num_classes), lines
 
 
 # ---- metrics ---------------------------------------------------------------------------
@@ -305,14 +300,10 @@ def percent(values) -> float:
 
 
 def accuracy(targets, predictions):
-    lists = [
-        [isinstance(x, (list, dict)) for x in side] for side in (targets, predictions)
-    ]
-    if lists[0] != lists[1]:
-        raise TypeError(
-            "accuracy compares lists with texts: the task needs another metric"
-        )
-    return {"accuracy": percent([t == p for t, p in zip(targets, predictions)])}
+    pairs = list(zip(targets, predictions))
+    if any(isinstance(t, list) != isinstance(p, list) for t, p in pairs):
+        raise TypeError("accuracy cannot compare a list with a text")
+    return {"accuracy": percent([t == p for t, p in pairs])}
 
 
 def bleu(targets, predictions):
@@ -347,8 +338,9 @@ def f1(targets, predictions):
 def mean_3class_f1(targets, predictions):
     from sklearn.metrics import f1_score
 
+    sides = np.int64(targets), np.int64(predictions)
     options = {"labels": range(3), "average": "macro", "zero_division": 0}
-    return {"mean_3class_f1": percent(f1_score(targets, predictions, **options))}
+    return {"mean_3class_f1": percent(f1_score(*sides, **options))}
 
 
 def matthews_corrcoef(targets, predictions):
@@ -398,7 +390,7 @@ METRICS |= {
 }
 
 
-# ---- postprocessors --------------------------------------------------------------------
+# ---- postprocessors, besides "label" and functions -------------------------------------
 
 
 def number(text: str, example: dict, is_target: bool) -> float:
@@ -420,7 +412,6 @@ def answers(text: str, example: dict, is_target: bool):
     return [found] if isinstance(found, str) else list(found)
 
 
-# A task may also name "label", the number of a text in its choices, or a function.
 POSTPROCESSORS = {"number": number, "answers": answers}
 
 
@@ -468,11 +459,10 @@ def write_plot(path: str, table: dict) -> None:
         "learning rate": "train/learning_rate",
     }
     names = sorted({name for row in table.values() for name in row})
-    found = [[name for name in names if re.fullmatch(x, name)] for x in panels.values()]
     figure = Figure(figsize=(8, 12), layout="tight")
-    for axis, title, names in zip(figure.subplots(4, sharex=True), panels, found):
-        axis.set(ylabel=title, visible=bool(names))
-        for name in names:
+    for axis, (title, pattern) in zip(figure.subplots(4, sharex=True), panels.items()):
+        axis.set_ylabel(title)
+        for name in filter(re.compile(pattern).fullmatch, names):
             points = [(step, row[name]) for step, row in table.items() if name in row]
             axis.plot(*zip(*points), ".-", label=name)
             axis.legend(fontsize="small")
@@ -501,37 +491,24 @@ def recorded_name(name: str, mode: str, options: Options, run: Config) -> str:
     if mode == "rank":
         name += "-rank-normalized" if options.normalize else "-rank"
     if mode == "predict":
-        old, new = map(dataclasses.asdict, (run.decode, options.cfg.decode))
-        del new["batch_size"]
-        name += "".join(f"-{key}={new[key]}" for key in new if new[key] != old[key])
+        old = configs.flat(run)
+        for key, value in configs.flat(options.cfg).items():
+            if key.startswith("decode.") and value != old[key] and "batch" not in key:
+                name += f"-{key[7:]}={value}"
     return name if options.split == "validation" else f"{name}-{options.split}"
-
-
-def evaluate(
-    params, cfg: Config, mesh, name: str, mode: str, tokenizer, options: Options
-):
-    """Return (metrics, lines) of a task."""
-    if mode == "predict":
-        return predict(params, cfg, mesh, name, options.split, tokenizer)
-    if mode == "rank":
-        return rank(params, cfg, mesh, name, options.split, tokenizer, options.normalize)
-    batches = data.held_out(name, options.split, cfg, tokenizer)
-    if not batches:
-        raise UserError(f"The task {name} has no split {options.split}.")
-    return evaluate_loss(params, cfg, mesh, batches, tokenizer), []
 
 
 def main() -> None:
     options = configs.parse(Options)
     cfg, mesh, tokenizer = infer.open_run(options)
     run, _ = configs.load_run(options.run_dir)
-    tasks = options.tasks or cfg.data.eval_tasks
-    cfg = replace(cfg, data=replace(cfg.data, eval_tasks=tasks))
-    cfg = replace(cfg, train=replace(cfg.train, eval_batches=0))  # all examples
+    if options.tasks:
+        cfg = replace(cfg, data=replace(cfg.data, eval_tasks=options.tasks))
     folder = configs.to_path(options.output or f"{options.run_dir}/eval")
     steps = partition.Checkpoints(options.run_dir).steps()
-    if options.step != "all":
+    if options.step != "all" or not steps:
         steps = [partition.resolve_step(options.run_dir, options.step)]
+    partition.check_same(steps)
     for step in steps:
         try:
             _, params = infer.load_params(cfg, options.run_dir, step)
@@ -541,9 +518,15 @@ def main() -> None:
             print(f"step {step:,} is skipped: {error}")
             continue
         for name in data.eval_tasks(cfg):
-            has_metrics = data.find_task(name, cfg).metrics
-            mode = options.mode or ("predict" if has_metrics else "loss")
-            metrics, lines = evaluate(params, cfg, mesh, name, mode, tokenizer, options)
+            task = data.find_task(name, cfg)
+            mode = options.mode or ("predict" if task.metrics else "loss")
+            args = params, cfg, mesh, name, options.split, tokenizer
+            if mode == "predict":
+                metrics, lines = predict(*args)
+            elif mode == "rank":
+                metrics, lines = rank(*args, options.normalize)
+            else:
+                metrics, lines = split_loss(*args), []
             print(f"{name}, {options.split}, step {step:,}, {mode}")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
@@ -552,9 +535,8 @@ def main() -> None:
                 kind = "training_eval" if mode == "loss" else "inference_eval"
                 line = {f"{kind}/{name}/{metric}": x for metric, x in metrics.items()}
                 path = folder / "metrics.jsonl"
-                old = path.read_text() if path.exists() else ""
-                text = json.dumps({"step": step, **line})
-                configs.write_file(path, f"{old}{text}\n")
+                old = path.read_bytes() if path.exists() else b""
+                configs.write_file(path, old + infer.to_json({"step": step, **line}))
                 write_lines(folder, name, step, lines)
     if partition.is_main_process():
         table = read_metrics([options.run_dir, folder])

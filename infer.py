@@ -28,7 +28,7 @@ import re
 import sys
 import zlib
 from dataclasses import dataclass, replace
-from typing import Iterable, Iterator, Literal, NamedTuple
+from typing import Iterable, Iterator, Literal, NamedTuple, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -47,9 +47,9 @@ from configs import Config, DecodeConfig, DistributedConfig, ModelConfig, UserEr
 from partition import shard
 
 # ---- the cache and one decoding step ---------------------------------------------------
-# The N beams of an example share one cache: the key of position t of beam m is at index
-# t * N + m. A mask hides from each beam what other beams have computed. When beam search
-# reorders the beams, only this mask changes, and the large cache is never copied.
+# The N beams of an example share a cache: the key of position t of beam m is at index
+# t * N + m. A mask hides the keys of other beams. When beam search reorders the beams, only
+# this mask changes. Copying the cache would take a quarter more time.
 
 
 def einsum(form: str, left: Array, right: Array) -> Array:
@@ -69,8 +69,12 @@ def cached_attention(q: Array, k: Array, v: Array, bias: Array | None, mask: Arr
     scores = einsum("bhnc,bhkc->bhnk", q.swapaxes(1, 2), k)
     if bias is not None:
         scores += bias
-    weights = jax.nn.softmax(jnp.where(mask, scores, -1e10)).astype(v.dtype)
-    return einsum("bhnk,bhkc->bhnc", weights, v).astype(v.dtype).swapaxes(1, 2)
+    scores = jnp.where(mask, scores, -1e10)
+    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
+    out = einsum("bhnk,bhkc->bhnc", weights.astype(v.dtype), v)
+    # The output has fewer numbers to divide than the weights.
+    out = out / weights.sum(axis=-1, keepdims=True)
+    return out.astype(v.dtype).swapaxes(1, 2)
 
 
 def heads_first(keys_and_values: tuple[Array, Array]) -> list[Array]:
@@ -81,9 +85,8 @@ def heads_first(keys_and_values: tuple[Array, Array]) -> list[Array]:
 def init_cache(params: dict, cfg: ModelConfig, encoded: Array, length: int, beams=1):
     """Return two lists with an item for each decoder layer: (cache, fixed).
 
-    An item of the cache is (keys, values), both [B, H, length * beams, C]. The other item
-    is what all steps share: the weights, the keys and values of cross-attention, and the
-    position bias.
+    An item of the cache is [keys, values], both [B, H, length * beams, C]. An item of fixed
+    is what all steps share: weights, keys and values of cross-attention, position bias.
     """
     stack, cache, fixed = params["decoder"], [], []
     table = model.param_table(cfg)["decoder"]["layers"]
@@ -159,10 +162,7 @@ def start(B: int, N: int, T: int) -> Outputs:
 
 
 def step(state: Outputs, log_probs: Array, at, *, decode, rows, seed) -> Outputs:
-    """Append the most probable id to each output, or a random one.
-
-    log_probs: the log-probabilities of all ids at position `at`, [B, N, V].
-    """
+    """Append the most probable id, or a random one, by the log_probs [B, N, V]."""
     if samples(decode):
         ids = sample(log_probs, at, decode, rows, seed)
     else:
@@ -211,9 +211,8 @@ def sample(log_probs: Array, at, decode: DecodeConfig, rows: Array, seed) -> Arr
 def filter_logits(logits: Array, top_k: int, top_p: float) -> Array:
     """Set the logits of ids that must not be drawn to -inf.
 
-    top_k keeps the k most probable ids, and, as in T5X, all that equal the last of them.
-    top_p keeps the fewest ids whose probabilities add up to at least top_p (nucleus
-    sampling, Holtzman et al. 2020).
+    top_k keeps the k most probable ids and, as in T5X, all that equal the last of them.
+    top_p keeps the fewest ids with this probability (Holtzman et al. 2020).
     """
     if top_k:
         top = lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
@@ -302,12 +301,8 @@ def beam_result(state: Beams) -> tuple[Array, Array]:
 
 # ---- the decoding loop -----------------------------------------------------------------
 
-# out_shardings=P() gives the complete results to every process.
 
-
-@functools.partial(
-    jax.jit, static_argnames=("cfg", "length", "decode"), out_shardings=P()
-)
+@jax.jit(static_argnames=("cfg", "length", "decode"), out_shardings=P())
 def generate(
     params, inputs, input_segments, cfg, length, decode=DecodeConfig(), rows=None, seed=0
 ) -> tuple[Array, Array]:
@@ -315,6 +310,7 @@ def generate(
 
     N is decode.beams, or decode.num_return samples, or one greedy output. The ids are 0
     after EOS. rows: the number of each example [B], on which its random samples depend.
+    out_shardings=P() gives the complete results to every process.
     """
     B = len(inputs)
     if decode.beams:
@@ -334,28 +330,25 @@ def generate(
 
     def decode_position(carry):
         at, ids, state, cache = carry
-        ancestors = state.ancestors if decode.beams else None
-        logits, cache = decode_step(
-            params, cfg, ids, at, cache, fixed, input_segments, ancestors
-        )
+        args = params, cfg, ids, at, cache, fixed, input_segments
+        logits, cache = decode_step(*args, state.ancestors if decode.beams else None)
         # Each device chooses ids for its own rows, from the whole vocabulary.
         logits = shard(logits, "batch", None, None)
         state = extend(state, jax.nn.log_softmax(logits), at)
         return at + 1, state.ids[:, :, at], state, cache
 
-    first = jnp.zeros((B, N), jnp.int32)  # the start token of T5 is PAD
-    carry = 0, first, state, cache
+    carry = 0, jnp.full((B, N), data.PAD), state, cache  # PAD is the start token of T5
     return finish(lax.while_loop(unfinished, decode_position, carry)[2])
 
 
-@functools.partial(jax.jit, static_argnames="cfg", out_shardings=P())
+@jax.jit(static_argnames="cfg", out_shardings=P())
 def score(params: dict, batch: data.Batch, cfg: ModelConfig) -> Array:
     """Return the log-probability of the targets of each row [B], including EOS."""
     cross_entropy, *_ = model.token_losses(params, batch, cfg)
     return -jnp.sum(cross_entropy * (batch.target_segments > 0), axis=1)
 
 
-@functools.partial(jax.jit, static_argnames="cfg", out_shardings=P())
+@jax.jit(static_argnames="cfg", out_shardings=P())
 def mean_vectors(params: dict, batch: data.Batch, cfg: ModelConfig) -> Array:
     """Return the mean of the encoder's outputs of each row, float32 [B, D]."""
     x = model.encode(params, cfg, batch.inputs, batch.input_segments)
@@ -374,19 +367,16 @@ def note(text: str) -> None:
 
 
 class Example(NamedTuple):
-    inputs: list  # token ids, with EOS if the task has it
-    targets: list = []
+    inputs: Sequence  # token ids, with EOS if the task has it
+    targets: Sequence = ()
     number: int = 0  # selects the random samples
 
 
-def run_examples(
-    params: dict, cfg: Config, mesh, examples: Iterable[Example], mode="predict"
-) -> Iterator:
+def run_examples(params, cfg: Config, mesh, examples, mode="predict") -> Iterator:
     """Yield the result of each example, in order.
 
     The result of "predict" is (outputs, scores), with the best output first, of "score" a
-    number, and of "encode" a vector. Examples of similar length share a batch: 16 batches
-    are sorted at a time.
+    number, and of "encode" a vector. 16 batches are sorted by length at a time.
     """
     examples, size = iter(examples), cfg.decode.batch_size
     with tqdm(desc=mode, unit=" examples", leave=False, disable=None) as bar:
@@ -410,11 +400,10 @@ def run_batch(params: dict, cfg: Config, mesh, group: list[Example], mode: str) 
     inputs, targets, numbers = zip(*group, *[group[-1]] * (rows - len(group)))
     batch = data.pad_batch(inputs, targets, padded_length(inputs), padded_length(targets))
     # As in T5X, the id 0 is padding wherever it stands.
-    input_segments, target_segments = (
-        np.int32(batch.inputs > 0),
-        np.int32(batch.targets > 0),
+    batch = batch._replace(
+        input_segments=np.int32(batch.inputs > 0),
+        target_segments=np.int32(batch.targets > 0),
     )
-    batch = batch._replace(input_segments=input_segments, target_segments=target_segments)
     batch, numbers = partition.put_batch((batch, np.uint32(numbers)), mesh)
     if mode == "score":
         return np.asarray(score(params, batch, cfg.model)).tolist()[: len(group)]
@@ -506,8 +495,8 @@ def line_example(line: dict, number: int, cfg: Config, tokenizer, mode: str) -> 
             if len(finished) <= len(ids):
                 note(f"Some {side} are cut to --data.{side}_length.")
             return finished
-        is_list = isinstance(value, list)
-        if not is_list or any(type(i) is not int or not 0 <= i < size for i in value):
+        ids = value if isinstance(value, list) else [None]
+        if any(type(i) is not int or not 0 <= i < size for i in ids):
             raise UserError(
                 f"Example {number} needs {side}: a text, or a list of ids from 0 to "
                 f"{size - 1}. It has {str(line)[:200]}."
@@ -516,15 +505,7 @@ def line_example(line: dict, number: int, cfg: Config, tokenizer, mode: str) -> 
             note(f"Some {side} do not end with EOS (the id 1), which T5 expects.")
         return value
 
-    return Example(ids_of("inputs"), ids_of("targets") if mode == "score" else [], number)
-
-
-def task_example(
-    row: dict, number: int, task: data.Task, cfg: Config, tokenizer
-) -> Example:
-    """Return the Example of a row of a task, with the same ids as in training."""
-    pair = data.encode_example(row, task, tokenizer, cfg)
-    return Example(*(ids.tolist() for ids in pair), number)
+    return Example(ids_of("inputs"), ids_of("targets") if mode == "score" else (), number)
 
 
 def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
@@ -532,20 +513,18 @@ def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
     cfg, (kind, _, name) = options.cfg, options.input.partition(":")
     shard, shards = map(int, options.shard.split("/"))
     if not 0 <= shard < shards:
-        raise UserError(
-            f"--shard {options.shard}: the shards are 0/{shards}, 1/{shards}, …"
-        )
+        raise UserError(f"--shard {options.shard} is none of 0/{shards}, 1/{shards}, …")
     if kind == "task":
         name, split = f"{name}:validation".split(":")[:2]
         task, lines = data.find_task(name, cfg), data.read_task(name, split, cfg)
-        encode = functools.partial(task_example, task=task, cfg=cfg, tokenizer=tokenizer)
     else:
-        lines = data.read_jsonl(options.input)
-        encode = functools.partial(
-            line_example, cfg=cfg, tokenizer=tokenizer, mode=options.mode
-        )
+        task, lines = None, data.read_jsonl(options.input)
     for number, line in itertools.islice(enumerate(lines), shard, None, shards):
-        yield line, encode(line, number)
+        if task:
+            pair = data.encode_example(line, task, tokenizer, cfg)
+            yield line, Example(*pair, number)
+        else:
+            yield line, line_example(line, number, cfg, tokenizer, options.mode)
 
 
 def result_fields(line: dict, result, cfg: Config, tokenizer, mode: str) -> dict:
@@ -585,7 +564,7 @@ def skip_answered(file, lines: Iterator[tuple[dict, Example]]) -> int:
     count = size = 0
     for text in file:
         if text.endswith(b"\n"):
-            old, new = json.loads(text), json.loads(to_json(next(lines)[0]))
+            old, new = json.loads(text), json.loads(to_json(next(lines, [{}])[0]))
             if any(old.get(side) != new.get(side) for side in ("inputs", "targets")):
                 raise UserError(f"{file.name} was begun with other inputs: remove it.")
             count, size = count + 1, size + len(text)
@@ -652,10 +631,13 @@ class Options(configs.Options):
 
 def main() -> None:
     options = configs.parse(Options)
-    if bool(options.input) != bool(options.output):
-        raise UserError("Give both --input and --output, or a text.")
+    from_file = options.input and options.output and options.text is None
+    from_text = not options.input + options.output and options.mode == "predict"
+    if not (from_file or from_text):
+        raise UserError("Give --input and --output, or a text and --mode predict.")
     cfg, mesh, tokenizer = open_run(options)
     step = partition.resolve_step(options.run_dir, options.step)
+    partition.check_same(step)
     _, params = load_params(cfg, options.run_dir, step)
     if options.input:
         run_file(params, options, step, mesh, tokenizer)

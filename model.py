@@ -220,7 +220,7 @@ def position_bias(
 def attention_mask(
     query_segments: Array, key_segments: Array, causal: bool = False
 ) -> Array:
-    """Return a mask [B, 1, Q, K] that is True where a query may attend to a key.
+    """Return a mask [B, 1, Q, K] that is 1 where a query may attend to a key.
 
     A query attends only to keys of its own example. The segments number the examples of a
     row: [1, 1, 2, 0] means two tokens of example 1, one of example 2, and padding. With
@@ -229,18 +229,10 @@ def attention_mask(
     mask = query_segments[:, None, :, None] == key_segments[:, None, None, :]
     if causal:
         mask &= np.tri(*mask.shape[2:], dtype=bool)
-    return mask
+    return mask.astype(jnp.int8)  # the type that the attention kernel needs
 
 
-def attend(
-    q: Array,
-    k: Array,
-    v: Array,
-    table: Array | None,
-    mask: Array,
-    bidirectional: bool,
-    cfg: ModelConfig,
-) -> Array:
+def attend(q, k, v, table, mask, bidirectional: bool, cfg: ModelConfig) -> Array:
     """Compute softmax(q k^T + bias) v for all heads, with a softmax in float32.
 
     q [B, Q, H, C], k and v [B, K, H, C], mask [B, 1, Q, K]. table [H, R]: the relative
@@ -255,21 +247,26 @@ def attend(
             return attention_kernel.attend(q, k, v, table, mask, bidirectional, cfg)
     scores = jnp.einsum("bqhc,bkhc->bhqk", q, k, preferred_element_type=jnp.float32)
     if table is not None:
-        scores += position_bias(table, Q, K, bidirectional, cfg)
-    probabilities = jax.nn.softmax(jnp.where(mask, scores, -1e10))
-    probabilities = jnp.where(mask, probabilities, 0).astype(v.dtype)
-    return jnp.einsum("bhqk,bkhc->bqhc", probabilities, v)
+        bias = position_bias(table, Q, K, bidirectional, cfg)[0]
+        # Add the bias as a product with ones: the gradient of the bias is then a matmul,
+        # which is much faster on a CPU than a sum over the batch.
+        scores += jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
+    scores = jnp.where(mask, scores, -1e10)
+    # The softmax is weights / z. Divide after the matmul, where the array is smaller.
+    largest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e9)
+    weights = jnp.exp(scores - lax.stop_gradient(largest))
+    z = jnp.einsum("bhqk->bqh", weights)[..., None]
+    sums = jnp.einsum(
+        "bhqk,bkhc->bqhc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
+    )
+    return (sums / jnp.where(z == 0, 1, z)).astype(v.dtype)
 
 
-def attend_on_mesh(
-    q: Array,
-    k: Array,
-    v: Array,
-    bias: tuple[Array, bool] | None,
-    mask: Array,
-    cfg: ModelConfig,
-) -> Array:
-    """Let each device attend for its own rows and heads, without communication."""
+def attend_on_mesh(q, k, v, bias, mask, cfg: ModelConfig) -> Array:
+    """Let each device attend for its own rows and heads, without communication.
+
+    bias: the arguments `table` and `bidirectional` of `attend`, or None.
+    """
     table, bidirectional = bias or (None, False)
     local = functools.partial(attend, bidirectional=bidirectional, cfg=cfg)
     heads = spec(("batch", None, "heads"))
@@ -368,7 +365,7 @@ def run_layers(
 
     # A loop copies the weights of each layer out of the stacked arrays. Unrolling it made
     # a step of T5 small a quarter faster on a TPU, but the compilation takes longer.
-    unroll = partition.platform() != "cpu" and depth <= 24
+    unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 2048
     step = jax.checkpoint(step, policy=REMAT[cfg.remat], prevent_cse=unroll)
     return lax.scan(step, x, (weights, keys), unroll=unroll)[0]
 
@@ -501,7 +498,11 @@ def cross_entropy(
 
 
 def token_losses(
-    params: dict, batch, cfg: ModelConfig, z_loss: float = 0.0, label_smoothing: float = 0.0
+    params: dict,
+    batch,
+    cfg: ModelConfig,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> tuple[Array, Array, Array]:
     """Run the model on a data.Batch, and return what `cross_entropy` returns."""
     logits = forward(params, batch, cfg)
@@ -533,8 +534,8 @@ def loss_fn(params: dict, batch, cfg: Config, key=None) -> tuple[Array, dict]:
     name = "embed" if cfg.model.tied else "unembed"
     output = {name: params[name]}
     weight = (batch.target_segments > 0).astype(jnp.float32)  # leaves out padding
-    form, on_cpu = cfg.model.loss, partition.platform() == "cpu"
-    if form == "chunked" or (form == "auto" and not on_cpu):
+    is_large = cfg.model.vocab_size > 1 << 16  # as in mT5: the logits need gigabytes
+    if cfg.model.loss == "chunked" or (cfg.model.loss == "auto" and is_large):
         from extras import chunked_loss
 
         return chunked_loss.loss_sums(cfg, output, x, batch.targets, weight)

@@ -16,7 +16,6 @@ import shutil
 import sys
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Callable
 
@@ -171,10 +170,9 @@ def start_jax(cfg: Config) -> None:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
 
 
-def check_same(options: configs.Options) -> None:
-    """Raise UserError on all processes if they got different flags."""
-    shared = replace(options, cfg=replace(options.cfg, distributed=None))
-    digest = np.uint32(zlib.crc32(repr(shared).encode()))
+def check_same(value: Any) -> None:
+    """Raise UserError on all processes if they have different values."""
+    digest = np.uint32(zlib.crc32(repr(value).encode()))
     if len(np.unique(multihost_utils.process_allgather(digest))) > 1:
         raise UserError(
             "The processes of this run have different settings: start the same command "

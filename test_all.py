@@ -12,6 +12,7 @@ T5X and t5 and with Hugging Face models, check properties, run whole jobs, and k
 import ast
 import contextlib
 import dataclasses
+import fnmatch
 import functools
 import gzip
 import io
@@ -22,15 +23,18 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import types
 import zipfile
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
 import flax
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -38,6 +42,8 @@ import optax
 import pytest
 import safetensors.numpy
 import sentencepiece
+from fsspec.implementations.memory import MemoryFileSystem
+from sentencepiece import sentencepiece_model_pb2
 
 import configs
 import convert
@@ -69,7 +75,7 @@ SMALL = Config(
         num_decoder_layers=3,
         dtype="float32",
     ),
-    DataConfig(task="random", inputs_length=36, targets_length=9),
+    DataConfig(task="random", vocab="numbers", inputs_length=36, targets_length=9),
     TrainConfig(batch_size=8),
 )
 # Input and target tokens in the eight rows of a batch.
@@ -150,6 +156,23 @@ def command(*args, cwd=HERE, check=True, devices=1, **options):
     return result
 
 
+def start(*args, devices=1):
+    """Start a script, and return its process."""
+    args = [sys.executable, *map(str, args)]
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(args, cwd=HERE, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(tmp_path_factory):
+    """Compile equal programs once, also in other processes."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
 @pytest.fixture(scope="session")
 def tiny_run(tmp_path_factory):
     """A run of `tiny` with 60 steps, for all tests that only read a run."""
@@ -159,6 +182,83 @@ def tiny_run(tmp_path_factory):
         *("--train.eval_every", 60, "--train.save_every", 30),
     )
     return run
+
+
+def masked_crc(content):
+    """The checksum of tfrecord files, bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in content:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (crc & 1) * 0x82F63B78
+    crc ^= 0xFFFFFFFF
+    rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
+    return (rotated + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def to_tfrecord(record):
+    size = len(record).to_bytes(8, "little")
+    return size + masked_crc(size) + record + masked_crc(record)
+
+
+def write_seqio_cache(folder, split, examples, shards=2):
+    """Write a cache as seqio.scripts.cache_tasks_main does."""
+    from tensorflow_datasets.proto import tf_example_generated_pb2
+
+    folder.mkdir(parents=True, exist_ok=True)
+    features = {
+        key: {"shape": [] if isinstance(value, str) else [None]}
+        for key, value in examples[0].items()
+    }
+    info = {"features": features, "num_shards": shards}
+    (folder / f"info.{split}.json").write_text(json.dumps(info))
+    for shard in range(shards):
+        records = b""
+        for example in examples[shard::shards]:
+            stored = tf_example_generated_pb2.Example()
+            for key, value in example.items():
+                feature = stored.features.feature[key]
+                if isinstance(value, str):
+                    feature.bytes_list.value.append(value.encode())
+                elif isinstance(value[0], float):
+                    feature.float_list.value.extend(value)
+                else:
+                    feature.int64_list.value.extend(value)
+            records += to_tfrecord(stored.SerializeToString())
+        (folder / f"{split}.tfrecord-{shard:05}-of-{shards:05}").write_bytes(records)
+    (folder / "COMPLETED").touch()
+
+
+@pytest.fixture
+def tables():
+    """Forget the tasks, mixtures, metrics and vocabulary that a test adds."""
+    from extras import t5_tasks, toys  # noqa: F401 (they add tasks)
+
+    tables = configs.TASKS, configs.MIXTURES, configs.METRICS
+    before = [(table, dict(table)) for table in tables]
+    yield
+    configs.VOCABULARY.clear()
+    for table, entries in before:
+        table.clear()
+        table.update(entries)
+
+
+def write_dataset(folder, train, validation):
+    """Write a dataset as TFDS prepares it, without TensorFlow."""
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.core import dataset_info, file_adapters, sequential_writer
+
+    kinds = {str: tfds.features.Text(), int: np.int64, float: np.float32}
+    fields = {name: kinds[type(value)] for name, value in train[0].items()}
+    folder.mkdir(parents=True)
+    identity = dataset_info.DatasetIdentity("x", "1.0.0", str(folder), "x")
+    features = tfds.features.FeaturesDict(fields)
+    info = dataset_info.DatasetInfo(builder=identity, features=features)
+    info.set_file_format(file_adapters.FileFormat.ARRAY_RECORD)
+    writer = sequential_writer.SequentialWriter(info, 99, file_format="array_record")
+    writer.initialize_splits(["train", "validation"])
+    writer.add_examples({"train": train, "validation": validation})
+    writer.close_all()
 
 
 # ---- configs ---------------------------------------------------------------------------
@@ -177,14 +277,6 @@ TASKS = {"mine": data.Task("text:mine.txt", metrics=("half",))}
 MIXTURES = {"both": {"mine": 1.0, "random": 3.0}}
 METRICS = {"half": lambda targets, predictions: {"half": 50.0}}
 """
-
-
-@pytest.fixture
-def tables(monkeypatch):
-    """Leave TASKS, MIXTURES and METRICS as they were."""
-    for table in (configs.TASKS, configs.MIXTURES, configs.METRICS):
-        for name in ("mine", "both", "half"):
-            monkeypatch.delitem(table, name, raising=False)
 
 
 def test_files_import_from_left_to_right():
@@ -438,6 +530,10 @@ def test_texts_of_all_lengths_fit_into_a_row(density, mean):
             for noise, spans in [data.noise_counts(length, cfg)]
         ]
         assert max(sizes[:-1]) <= inputs_length < sizes[-1]
+    counts = [data.noise_counts(length, cfg) for length in range(2, 80)]
+    assert all(
+        0 < spans <= length - noise for length, (noise, spans) in enumerate(counts, 2)
+    )
 
 
 @pytest.mark.parametrize(
@@ -594,18 +690,6 @@ def write_pairs(path, count, first=0):
 
 
 @pytest.fixture
-def tables():
-    """Forget the tasks and mixtures of a test."""
-    from extras import t5_tasks, toys  # noqa: F401 (they add tasks)
-
-    before = [(table, dict(table)) for table in (configs.TASKS, configs.MIXTURES)]
-    yield
-    for table, entries in before:
-        table.clear()
-        table.update(entries)
-
-
-@pytest.fixture
 def mixture(tmp_path, tables):
     """Three tasks of 200, 57 and 9 pairs. The smallest is repeated most often."""
     for number, (name, count) in enumerate({"a": 200, "b": 57, "c": 9}.items()):
@@ -631,7 +715,6 @@ def test_lesson_each_example_is_used_once_in_each_epoch(
     task, window, pack, mixture, monkeypatch
 ):
     """No example is used a second time before all others of its task, packed or not."""
-    monkeypatch.setattr(data, "SMALLEST", window)
     monkeypatch.setattr(data, "FIRST_WINDOW", window)
     cfg = change(mixture, data=dict(task=task, pack=pack))
     used = ([], [], [])
@@ -647,9 +730,7 @@ def test_lesson_each_example_is_used_once_in_each_epoch(
 
 def small_windows(monkeypatch):
     """Read many small windows, and pack few rows at once."""
-    for name, value in dict(
-        FIRST_WINDOW=1 << 9, SMALLEST=1 << 9, PACKED=20, PART=7
-    ).items():
+    for name, value in dict(FIRST_WINDOW=1 << 9, PACKED=20, PART=7).items():
         monkeypatch.setattr(data, name, value)
 
 
@@ -688,7 +769,7 @@ def test_a_batch_is_a_part_of_an_order_of_rows(mixture):
 
 
 def test_the_seed_and_the_epoch_choose_order_and_spans(tmp_path):
-    (tmp_path / "a.txt").write_text("a small text of one document " * 9)
+    (tmp_path / "a.txt").write_text("a text of one row, in each epoch with other spans")
     cfg = change(
         BYTES,
         data=dict(
@@ -704,6 +785,21 @@ def test_the_seed_and_the_epoch_choose_order_and_spans(tmp_path):
     assert_equal(first(0), first(0))
     assert (first(0) != first(1)).any()
     assert len(np.unique(first(0), axis=0)) == 8  # other spans in each epoch
+
+
+def test_a_source_that_fits_into_memory_is_read_once(mixture, monkeypatch):
+    opened = []
+
+    def read(path):
+        opened.append(path)
+        return read_jsonl(path)
+
+    read_jsonl = data.READERS["jsonl"]
+    monkeypatch.setitem(data.READERS, "jsonl", read)
+    batches = data.Batches(mixture, TOKENIZER)
+    while batches.state["tasks"]["c"][1] < 3:
+        next(batches)
+    assert len(opened) == 3
 
 
 def test_rare_tasks_appear_in_turn_and_rates_are_exact(mixture, tables, monkeypatch):
@@ -723,12 +819,16 @@ def test_changed_files_are_refused_on_a_restart(mixture, tmp_path):
         file.write("\n")
     with pytest.raises(UserError, match="files"):
         data.Batches(mixture, TOKENIZER, batches.state)
+    write_pairs(tmp_path / "b.jsonl", 57, 1000)
+    configs.MIXTURES["abc"] = {"a": 4, "b": 2, "c": 2}
+    with pytest.raises(UserError, match="rates"):
+        data.Batches(mixture, TOKENIZER, batches.state)
 
 
 def test_an_error_in_the_background_reaches_the_training_loop(mixture, tmp_path):
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write('{"inputs": "no targets"}\n')
-    with pytest.raises(UserError, match="a.jsonl, example 201.*targets"):
+    with pytest.raises(UserError, match="a.jsonl, example 201.*KeyError"):
         for _ in range(99):
             next(data.Batches(mixture, TOKENIZER))
 
@@ -743,35 +843,31 @@ def test_a_source_without_text_is_refused(tmp_path):
 def test_the_denoisers_of_ul2_are_a_mixture_of_tasks(tmp_path, tables):
     """A task may have its own noise, and a function that puts a mode before the inputs."""
     (tmp_path / "a.txt").write_text("\n".join(f"{n * n}" * 9 for n in range(300)))
+    cfg = change(
+        BYTES,
+        data=dict(task="ul2", inputs_length=64, targets_length=64),
+        train=dict(batch_size=64),
+    )
 
-    def denoise(mode, documents, tokenizer, cfg, *key):
+    def denoise(mode, documents, tokenizer, settings, *key):
         (ids,) = tokenizer.encode([mode])
-        pairs = data.spans(documents, tokenizer, cfg, *key)
+        pairs = data.spans(documents, tokenizer, settings, *key)
         return [(np.concatenate([ids, inputs]), targets) for inputs, targets in pairs]
 
-    kinds = [("S", 0.25, 1e9), ("R", 0.15, 3), ("X", 0.5, 3), ("X", 0.15, 32)]
-    for number, (mode, density, mean) in enumerate(kinds):
+    found, expected = set(), set()
+    for mode, density, mean in ("S", 0.25, 1e9), ("R", 0.15, 3), ("X", 0.5, 3):
         noise = dict(noise_density=density, mean_span_length=mean, inputs_length=60)
-        configs.TASKS[f"ul2_{number}"] = data.Task(
-            f"text:{tmp_path}/a.txt",
-            objective=functools.partial(denoise, mode),
-            noise=noise,
-        )
-    configs.MIXTURES["ul2"] = {f"ul2_{number}": 1 for number in range(4)}
-    cfg = change(BYTES, data=dict(task="ul2", inputs_length=64, targets_length=64))
-    batch = next(data.Batches(change(cfg, train=dict(batch_size=64)), TOKENIZER))
-    found = set()
+        objective = functools.partial(denoise, mode)
+        source = f"text:{tmp_path}/a.txt"
+        configs.TASKS[mode] = data.Task(source, objective=objective, noise=noise)
+        settings = replace(cfg.data, **noise)
+        length = data.raw_length(settings)
+        expected.add((mode, *data.noise_counts(length, settings)))
+    configs.MIXTURES["ul2"] = {"S": 1, "R": 1, "X": 1}
+    batch = next(data.Batches(cfg, TOKENIZER))
     for inputs, targets in zip(batch.inputs, batch.targets):
         removed = (targets < 259).sum() - (targets < 2).sum()
         found.add((chr(inputs[0] - 3), removed, (targets >= 259).sum()))
-    raw = [
-        data.raw_length(replace(cfg.data, **data.TASKS[f"ul2_{number}"].noise))
-        for number in range(4)
-    ]
-    expected = {
-        (mode, *data.noise_counts(n, replace(cfg.data, **data.TASKS[f"ul2_{i}"].noise)))
-        for i, ((mode, *_), n) in enumerate(zip(kinds, raw))
-    }
     assert found == expected
 
 
@@ -840,10 +936,10 @@ def test_parquet_rows_keep_their_types(tmp_path):
     "kind, content, message",
     [
         ("text", b"one\ntwo\xff\n", "a:2 is not UTF-8"),
-        ("text", gzip.compress(b"one\n" * 9999)[:-9], "a.gz"),
+        ("text", gzip.compress(b"one\n" * 9999, mtime=0)[:-9], "a.gz"),
         ("jsonl", b'{"inputs": "a", "targets": "b"}\n\n{"inputs"', "a:3 "),
         ("jsonl", b'["inputs"]', "a:1 "),
-        ("jsonl", b'{"inputs": "a", "target": "b"}', "example 1.*'targets'.*inputs, target"),
+        ("jsonl", b'{"inputs": "a", "target": "b"}', "example 1.*inputs.*'target'.*KeyError.*'targets'"),
         ("jsonl", b'{"inputs": "a", "targets": null}', "example 1.*NoneType"),
         ("jsonl", b'{"inputs": "a", "targets": 7}', "example 1.*int"),
         ("jsonl", b'{"inputs": "\\ud800", "targets": ""}', "example 1.*surrogates"),
@@ -854,7 +950,7 @@ def test_parquet_rows_keep_their_types(tmp_path):
         ("csv", b"a,a\nb,c\n", "a:2 has 2 values"),
         ("tsv", b"inputs\ttargets\na,b\n", "a:2 has 1 values"),
         ("parquet", b"PAR1 damaged", "a, example 1"),
-        ("jsonl", b'{"inputs": [5, 384], "targets": [5]}', "outside the vocabulary"),
+        ("jsonl", b'{"inputs": [5, 359], "targets": [5]}', "outside the vocabulary"),
         ("jsonl", b'{"inputs": [5, -1], "targets": [5]}', "outside the vocabulary"),
     ],
 )  # fmt: skip
@@ -866,6 +962,17 @@ def test_a_damaged_example_stops_the_run_and_is_named(kind, content, message, tm
     cfg = change(BYTES, data=dict(source=source, task=task, **other))
     with pytest.raises(UserError, match=message):
         next(data.Batches(cfg, TOKENIZER))
+
+
+def test_parallel_files_of_different_lengths_are_refused(tmp_path):
+    for name, content in {"1.de": "a\nb\n", "1.en": "c\n", "2.en": "d\n"}.items():
+        (tmp_path / name).write_text(content)
+    source = f"lines:{tmp_path}/1.de,{tmp_path}/1.en"
+    cfg = change(BYTES, data=dict(source=source, validation_source="x:"))
+    with pytest.raises(UserError, match="1.de, example 2.*shorter"):
+        next(data.Batches(cfg, TOKENIZER))
+    with pytest.raises(ValueError):
+        data.open_source(f"lines:{tmp_path}/1.de,{tmp_path}/*.en", "train", cfg)
 
 
 @pytest.mark.parametrize(
@@ -964,12 +1071,15 @@ def test_a_template_fills_fields_and_labels(example, expected):
     assert fill(example) == [expected]
 
 
-def test_stored_texts_win_over_stored_ids_and_ids_lose_their_eos():
+def test_stored_texts_win_over_stored_ids_which_lose_padding_and_eos():
     row = dict(inputs=[5, 1], inputs_pretokenized="a", targets=[7, 8, 1])
     (formatted,) = data.text_to_text(row)
     assert formatted["inputs"] == "a"
     inputs, targets = data.encode_example(formatted, data.Task(), TOKENIZER, BYTES)
     assert (inputs.tolist(), targets.tolist()) == ([100, 1], [7, 8, 1])
+    padded = dict(inputs=[100, 1, 0, 0], targets=np.array([7, 0, 8, 0]))
+    inputs, targets = data.encode_example(padded, data.Task(), TOKENIZER, BYTES)
+    assert (inputs.tolist(), targets.tolist()) == ([100, 1], [7, 0, 8, 1])
     empty = dict(inputs=[], targets="")
     inputs, targets = data.encode_example(empty, data.Task(), TOKENIZER, BYTES)
     assert inputs.tolist() == targets.tolist() == [1]
@@ -1015,27 +1125,16 @@ def test_rates_of_mixtures(name, expected, monkeypatch):
             data.Batches(change(cfg, data=dict(source="jsonl:a")), TOKENIZER)
 
 
-def unimax_slowly(sizes, budget, epochs):
-    """Algorithm 1 of Chung et al. 2023, line by line."""
-    used, left, languages = {}, budget, len(sizes)
-    for language in sorted(sizes, key=sizes.get):
-        used[language] = min(left / languages, sizes[language] * epochs)
-        left, languages = left - used[language], languages - 1
-    return used
-
-
 def test_rates_by_size_are_those_of_t5_and_of_unimax():
+    """UniMax gives all tasks the same tokens, but repeats none of them too often."""
     from extras import rates
 
     sizes = {"few": 5, "some": 40, "many": 90}
     assert rates.proportional(sizes, 30) == {"few": 5, "some": 30, "many": 30}
     assert rates.proportional(sizes, 30, 2)["many"] == pytest.approx(30**0.5)
-    rng = np.random.default_rng(5)
-    for _ in range(50):
-        sizes = dict(enumerate(rng.lognormal(10, 3, rng.integers(1, 110)).tolist()))
-        budget, epochs = sum(sizes.values()) * rng.choice([0.01, 0.3, 1, 20]), 4
-        found = rates.unimax(sizes, budget, epochs)
-        assert found == pytest.approx(unimax_slowly(sizes, budget, epochs))
+    for budget, used in ((9, [3, 3, 3]), (65, [20, 22.5, 22.5]), (900, [20, 160, 360])):
+        found = rates.unimax(sizes, budget, epochs=4)
+        assert list(found.values()) == pytest.approx(used)
 
 
 def test_numbers_are_spelled(tables):
@@ -1060,6 +1159,14 @@ def test_datasets_of_the_hub_keep_dates_and_lack_splits(tmp_path):
     assert [row["targets"] for row in opened.read()] == ["007"] * 3
     assert len(list(opened.read())) == 3  # a second epoch
     assert data.open_source(f"hf:{tmp_path}", "validation", cfg) == []
+
+
+def test_a_dataset_of_tfds_runs_no_code(tmp_path):
+    (tmp_path / "evil.py").write_text("raise SystemError")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "features.json").write_text('{"pythonClassName": "evil.Text"}')
+    with pytest.raises(UserError, match="evil"):
+        data.open_source(f"tfds:{tmp_path}", "train", BYTES)
 
 
 # ---- data: vocabularies ----------------------------------------------------------------------
@@ -1238,444 +1345,6 @@ def test_the_command_shows_rows_and_lists_tasks(mixture, monkeypatch, capsys):
     assert "glue_rte_v002" in shown and re.search(r"^b +2 +jsonl:", shown, re.MULTILINE)
 
 
-# ---- extras: the tasks of T5 and T0, tfrecord files, pretokenized files ----------------
-
-from extras import pretokenize, t5_tasks, tfrecord
-
-# (task, example of the source, [(inputs, targets), ...] that the package t5 0.9.4 makes)
-WSC = "super_glue_wsc_v102_simple_eval"
-FORMATS = [
-    ("glue_cola_v002", dict(sentence="Zoë  ran\n", label=-1),
-     [("cola sentence: Zoë  ran\n", "<unk>")]),
-    ("glue_sst2_v002", dict(sentence="ok", label=1), [("sst2 sentence: ok", "positive")]),
-    ("glue_mrpc_v002", dict(sentence1="a", sentence2="b", label=0),
-     [("mrpc sentence1: a sentence2: b", "not_equivalent")]),
-    ("glue_qqp_v002", dict(question1="a", question2="b", label=1),
-     [("qqp question1: a question2: b", "duplicate")]),
-    ("glue_mnli_v002", dict(premise="p\u201d <br>", hypothesis="", label=2),
-     [("mnli hypothesis:  premise: p\u201d <br>", "contradiction")]),
-    ("glue_qnli_v002", dict(question="q", sentence="s", label=0),
-     [("qnli question: q sentence: s", "entailment")]),
-    ("glue_rte_v002", dict(sentence1="a", sentence2="b", label=1),
-     [("rte sentence1: a sentence2: b", "not_entailment")]),
-    ("glue_wnli_v002", dict(sentence1="a", sentence2="b", label=1),
-     [("wnli sentence1: a sentence2: b", "entailment")]),
-    ("glue_stsb_v002", dict(sentence1="a", sentence2="b", label=2.5),
-     [("stsb sentence1: a sentence2: b", "2.4")]),
-    ("super_glue_boolq_v102", dict(passage="p", question="q", label=0),
-     [("boolq passage: p question: q", "False")]),
-    ("super_glue_cb_v102", dict(premise="p", hypothesis="h", label=1),
-     [("cb hypothesis: h premise: p", "contradiction")]),
-    ("super_glue_copa_v102", dict(choice1="a", choice2="b", premise="p", question="q",
-     label=1), [("copa choice1: a choice2: b premise: p question: q", "choice2")]),
-    ("super_glue_rte_v102", dict(premise="p", hypothesis="h", label=0),
-     [("rte hypothesis: h premise: p", "entailment")]),
-    ("super_glue_axb_v102", dict(sentence1="p", sentence2="h", label=0),
-     [("rte hypothesis: h premise: p", "entailment")]),
-    ("super_glue_wic_v102", dict(sentence1="a", sentence2="b", word="bank", start1=0,
-     label=1), [("wic sentence1: a sentence2: b word: bank", "True")]),
-    ("super_glue_multirc_v102", dict(paragraph="a<br><br>b<b>c</b><br/>",
-     question="q<br>?", answer="<b>x</b>", label=1, idx=dict(paragraph=1, question=2,
-     answer=3)), [("multirc question: q ? answer: x paragraph: a  bc<br/>", "True")]),
-    ("super_glue_record_v102",
-     dict(passage="First.\n@highlight\nSecond\n@highlight\nend?\n@highlight\n",
-     query="A @p", entities=["penguin", "ü"], answers=["penguin", "ü"],
-     idx=dict(passage=3, query=7)),
-     [("record query: A @p entities: penguin, ü passage: First. Second. end? ",
-     answer) for answer in ("penguin", "ü")]),
-    ("super_glue_record_v102", dict(passage="p", query="q", entities=[], answers=[],
-     idx=dict(passage=4, query=8)), [("record query: q entities:  passage: p", "<unk>")]),
-    (WSC, dict(text="Ann saw X it X there", span1_text="Ann", span2_text="it",
-     span2_index=3, label=0), [("wsc: Ann saw *it* X *it* there", "Ann")]),
-    # Two published examples are marked wrongly: punctuation follows; the index is too low.
-    (WSC, dict(text='Good for him,", he said. ', span1_text="Ann", span2_text="him",
-     span2_index=2, label=0), [('wsc: Good for *him* ,", he said.', "Ann")]),
-    (WSC, dict(text="want to use it , but", span1_text="a pen", span2_text="it",
-     span2_index=2, label=1), [("wsc: want to use *it* , but", "a pen")]),
-    ("super_glue_wsc_v102_simple_train", dict(text="Ann saw it", span1_text="Ann",
-     span2_text="it", span2_index=2, label=0), []),
-    ("dpr_v001_simple", dict(sentence="Zoë fed the dog, it, was hungry it.", pronoun="it",
-     candidates=["Zoë", "the dog"], label=1),
-     [("wsc: Zoë fed the dog, *it*, was hungry it.", "the dog")]),
-    ("squad_v010_allanswers", dict(id="1", context=" it's\t(a)\u00a0b\n~`",
-     question="What's  up?", answers={"text": ["U.S.", "ü-ber"]}),
-     [("question: What ' s up ? context: it ' s ( a ) \u00a0b ~ ` ", "U . S . ")]),
-    ("cnn_dailymail_v002", dict(article="a\nb", highlights="c .\nd .", id="x"),
-     [("summarize: a\nb", "c .\nd .")]),
-    ("wmt16_enro_v003", dict(en="Good.", ro="Bun."),
-     [("translate English to Romanian: Good.", "Bun.")]),
-    ("wmt_t2t_deen_v003", dict(en="Good.", de="Gut."),
-     [("translate German to English: Gut.", "Good.")]),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("name, example, expected", FORMATS)
-def test_formats_make_the_texts_of_t5(name, example, expected):
-    found = configs.TASKS[name].format(example)
-    assert [(row["inputs"], row["targets"]) for row in found] == expected
-
-
-def test_labels_become_the_choices_of_their_task():
-    everything = {key: "x" for _, example, _ in FORMATS for key in example} | {"idx": 7}
-    tasks = [task for task in configs.TASKS.values() if task.postprocess == "label"]
-    assert len(tasks) > 15
-    for task in tasks:
-        for label, word in [*enumerate(task.choices), (-1, "<unk>")]:
-            fields = everything | {"label": label, "number": 2}
-            (row,) = task.format(fields)
-            assert row["targets"] == word and row["idx"] == 7
-
-
-def test_metrics_find_what_they_need_in_formatted_examples():
-    examples = {name: example for name, example, _ in FORMATS}
-    rows = {name: configs.TASKS[name].format(examples[name]) for name in examples}
-    (row,) = rows["super_glue_multirc_v102"]
-    assert [row[f"idx/{key}"] for key in ("paragraph", "question", "answer")] == [1, 2, 3]
-    (row,) = rows["squad_v010_allanswers"]
-    assert row["answers"] == ["U . S . ", "ü - ber"]
-    assert row["context"] == " it ' s ( a ) \u00a0b ~ ` "
-    (row,) = rows["super_glue_record_v102"]
-    assert (row["answers"], row["idx/passage"], row["idx/query"]) == ([], 4, 8)
-    (row,) = configs.TASKS[WSC].format(examples[WSC] | {"idx": 5})
-    assert (row["label"], row["idx"]) == (1, 5)
-
-
-IDS = {"idx/question": 7, "idx/passage": 1, "idx/query": 2, "answers": ["a", "b"]}
-BOB = {"targets": "Bob's hat", "label": 1}
-# (task, text, example, is_target, the value that t5 compares)
-POSTPROCESSED = [
-    ("super_glue_multirc_v102", "True", IDS, True, {"value": 1, "group": 7}),
-    ("super_glue_multirc_v102", "yes", IDS, False, {"value": -1}),
-    ("super_glue_record_v102", "a", IDS, True, {"value": ["a", "b"], "group": (1, 2)}),
-    ("super_glue_record_v102", "a", IDS, False, {"value": "a"}),
-    (WSC, "x", BOB, True, 1),
-    (WSC, "the hat", BOB, False, 0),
-    (WSC, "his Bob's HAT", BOB, False, 1),
-    (WSC, "Bob's", BOB, False, 1),
-    (WSC, "Bob's old hat", BOB, False, 1),
-    (WSC, "Bob", BOB, False, 0),
-    (WSC, "cat's", BOB, False, 0),
-    (WSC, "a", BOB, False, -1),
-    (WSC, "", BOB, False, -1),
-    (WSC, "dog", {"targets": "the", "label": 0}, False, 0),
-    (WSC, "hat", {"targets": [5], "targets_pretokenized": "hat", "label": 0}, False, 1),
-]
-
-
-@pytest.mark.parametrize("name, text, example, is_target, expected", POSTPROCESSED)
-def test_answers_of_super_glue_are_postprocessed_as_in_t5(
-    name, text, example, is_target, expected
-):
-    found = configs.TASKS[name].postprocess(text, example=example, is_target=is_target)
-    assert found == expected
-
-
-# (metric, targets, predictions, the result of t5 0.9.4)
-SUPER_GLUE_METRICS = [
-    (
-        t5_tasks.record,
-        [{"value": ["a b"], "group": (1, 2)}, {"value": ["c"], "group": (1, 2)}],
-        [{"value": "b"}, {"value": "x"}],
-        {"em": 100.0, "f1": 100.0},
-    ),
-    (
-        t5_tasks.multirc_f1,
-        [{"value": 1, "group": 0}, {"value": 0, "group": 0}],
-        [{"value": 1}, {"value": -1}],
-        {"f1": 66.66666666666666},
-    ),
-    (
-        t5_tasks.exact_match,
-        [{"value": 1, "group": 0}, {"value": 0, "group": 0}, {"value": 1, "group": 1}],
-        [{"value": 1}, {"value": 1}, {"value": 1}],
-        {"exact_match": 50.0},
-    ),
-]
-
-
-@pytest.mark.parametrize("metric, targets, predictions, expected", SUPER_GLUE_METRICS)
-def test_metrics_of_super_glue_equal_those_of_t5(metric, targets, predictions, expected):
-    assert metric(targets, predictions) == pytest.approx(expected, rel=1e-9)
-
-
-def test_every_metric_and_every_member_of_a_mixture_exists():
-    for task in configs.TASKS.values():
-        assert all(callable(m) or m in evaluate.METRICS for m in task.metrics)
-    for name, size in (
-        ("glue_v002_proportional", 949_101),
-        ("super_glue_v102_proportional", 185_673),
-    ):
-        rates = data.mixture_rates(name, SMALL)
-        assert sum(rates.values()) == size
-        trained = [task for task in rates if "train" in configs.TASKS[task].splits]
-        assert trained == [task for task, rate in rates.items() if rate]
-
-
-def test_names_that_the_core_does_not_know_are_found_in_the_extra():
-    code = """
-import configs, data
-cfg = configs.load_recipe("small_glue_finetune")
-print(data.find_task("glue_rte_v002", cfg).source, len(data.mixture_rates(cfg.data.task, cfg)))
-"""
-    assert command("-c", code).stdout.split() == ["tfds:glue/rte:1.0.0", "11"]
-
-
-# ---- T0 --------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def p3(tmp_path):
-    """Folders as in P3, without examples."""
-    for name in (
-        "imdb_a",
-        "imdb_a_score_eval",
-        "gigaword_x",
-        "gigaword_summarize_",
-        "trec_b",
-        "race_high_c",
-        "anli_d_r1_score_eval",
-        "super_glue_copa_e",
-    ):
-        (tmp_path / name).mkdir()
-    return tmp_path
-
-
-# (mixture, rates: large datasets divide 500,000 among their prompts)
-T0_RATES = [
-    ("t0_train", {"gigaword_x": 250_000, "imdb_a": 25_000, "trec_b": 5452}),
-    (
-        "t0+_train",
-        {"gigaword_x": 250_000, "imdb_a": 25_000, "race_high_c": 62_445, "trec_b": 5452},
-    ),
-    (
-        "t0++_train",
-        {
-            "gigaword_x": 250_000,
-            "imdb_a": 25_000,
-            "race_high_c": 62_445,
-            "super_glue_copa_e": 400,
-            "trec_b": 5452,
-        },
-    ),
-    ("t0_train_score_eval", {"imdb_a_score_eval": 1}),
-    ("t0_eval_score_eval", {"anli_d_r1_score_eval": 1}),
-]
-
-
-@pytest.mark.parametrize("kind", ["seqio", "parquet"])
-@pytest.mark.parametrize("name, rates", T0_RATES)
-def test_rates_of_t0(p3, kind, name, rates):
-    cfg = change(data=dict(task=name, source=f"{kind}:{p3}"))
-    assert list(data.mixture_rates(name, cfg).items()) == list(rates.items())
-
-
-def test_tasks_of_t0_have_no_eos_in_inputs_and_lose_it_in_long_targets(p3):
-    cfg = change(data=dict(task="t0_train", source=f"seqio:{p3}", targets_length=4))
-    task = data.find_task("imdb_a", cfg)
-    assert task.source == f"seqio:{p3}/imdb_a"
-    assert data.finish([5, 6], "inputs", task, cfg.data).tolist() == [5, 6]
-    assert data.finish([5, 6], "targets", task, cfg.data).tolist() == [5, 6, 1]
-    assert data.finish([5, 6, 7, 8], "targets", task, cfg.data).tolist() == [5, 6, 7, 8]
-    with pytest.raises(UserError, match="imdb_x"):
-        data.find_task("imdb_x", cfg)
-
-
-# ---- tfrecord files --------------------------------------------------------------------
-
-
-def masked_crc(content):
-    """The checksum of tfrecord files, bit by bit."""
-    crc = 0xFFFFFFFF
-    for byte in content:
-        crc ^= byte
-        for _ in range(8):
-            crc = crc >> 1 ^ (crc & 1) * 0x82F63B78
-    crc ^= 0xFFFFFFFF
-    rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
-    return (rotated + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(4, "little")
-
-
-def to_tfrecord(record):
-    size = len(record).to_bytes(8, "little")
-    return size + masked_crc(size) + record + masked_crc(record)
-
-
-def test_every_flipped_bit_of_a_tfrecord_file_is_noticed(tmp_path):
-    """Without the checksums, a flipped bit would give other token ids."""
-    path, records = tmp_path / "a", [b"", b"beta"]
-    content = b"".join(map(to_tfrecord, records))
-    path.write_bytes(content)
-    assert list(tfrecord.read_tfrecord(str(path), bytes, 2)) == records
-    for bit in range(8 * len(content)):
-        damaged = bytearray(content)
-        damaged[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(damaged)
-        with pytest.raises(UserError, match=f"record {int(bit >= 8 * 16)} is damaged"):
-            list(tfrecord.read_tfrecord(str(path), bytes))
-
-
-def test_a_cut_tfrecord_file_is_noticed(tmp_path):
-    path, content = tmp_path / "a", to_tfrecord(b"alpha") + to_tfrecord(b"beta")
-    for size in range(len(content)):
-        path.write_bytes(content[:size])
-        with pytest.raises(UserError):
-            list(tfrecord.read_tfrecord(str(path), bytes, 2))
-
-
-def write_seqio_cache(folder, split, examples, shards=2):
-    """Write a cache as seqio.scripts.cache_tasks_main does."""
-    from tensorflow_datasets.proto import tf_example_generated_pb2
-
-    folder.mkdir(parents=True, exist_ok=True)
-    features = {
-        key: {"shape": [] if isinstance(value, str) else [None]}
-        for key, value in examples[0].items()
-    }
-    info = {"features": features, "num_shards": shards}
-    (folder / f"info.{split}.json").write_text(json.dumps(info))
-    for shard in range(shards):
-        records = b""
-        for example in examples[shard::shards]:
-            stored = tf_example_generated_pb2.Example()
-            for key, value in example.items():
-                feature = stored.features.feature[key]
-                if isinstance(value, str):
-                    feature.bytes_list.value.append(value.encode())
-                elif isinstance(value[0], float):
-                    feature.float_list.value.extend(value)
-                else:
-                    feature.int64_list.value.extend(value)
-            records += to_tfrecord(stored.SerializeToString())
-        (folder / f"{split}.tfrecord-{shard:05}-of-{shards:05}").write_bytes(records)
-    (folder / "COMPLETED").touch()
-
-
-def test_caches_of_seqio_are_read_and_incomplete_ones_refused(tmp_path):
-    rows = [
-        {"inputs": [5, 300, i], "targets_pretokenized": f"ü {i}", "weight": [0.5]}
-        for i in range(5)
-    ]
-    write_seqio_cache(tmp_path / "imdb_a", "train", rows)
-    cfg = change(data=dict(task="t0_train", source=f"seqio:{tmp_path}"))
-    files = data.open_source(f"seqio:{tmp_path}/imdb_a", "train", cfg)
-    found = [example for file in files for example in file.read()]
-    lists = [{key: np.array(x).tolist() for key, x in row.items()} for row in found]
-    assert lists == rows[::2] + rows[1::2]
-    assert data.open_source(f"seqio:{tmp_path}/imdb_a", "test", cfg) == []
-    (tmp_path / "imdb_a" / "train.tfrecord-00001-of-00002").rename(tmp_path / "away")
-    with pytest.raises(UserError, match="has 1 of 2 files of train"):
-        data.open_source(f"seqio:{tmp_path}/imdb_a", "train", cfg)
-    (tmp_path / "away").rename(tmp_path / "imdb_a" / "train.tfrecord-00001-of-00002")
-    (tmp_path / "imdb_a" / "COMPLETED").unlink()
-    with pytest.raises(UserError, match="COMPLETED"):
-        data.open_source(f"seqio:{tmp_path}/imdb_a", "train", cfg)
-
-
-TFDS_ROWS = [
-    {
-        "text": f"café {n}",
-        "words": ["a", "b" * n][: n % 3],
-        "label": n % 2,
-        "score": n / 8,
-        "idx": {"question": n, "answer": 2 * n},
-        "translations": [{"de": "ja", "en": "yes"}] * (n % 4),
-    }
-    for n in range(13)
-]
-
-
-def write_tfds(folder, rows, kind):
-    """Write a TFDS dataset. TFDS itself needs TensorFlow to write tfrecord files."""
-    import tensorflow_datasets as tfds
-    from tensorflow_datasets.core import dataset_info, example_serializer, file_adapters
-    from tensorflow_datasets.core import naming, sequential_writer
-
-    text = tfds.features.Text()
-    features = tfds.features.FeaturesDict(
-        {
-            "text": text,
-            "words": tfds.features.Sequence(text),
-            "label": tfds.features.ClassLabel(num_classes=2),
-            "score": tfds.features.Scalar(np.float32),
-            "idx": {"question": np.int32, "answer": np.int64},
-            "translations": tfds.features.Sequence({"de": text, "en": text}),
-        }
-    )
-    folder.mkdir(parents=True)
-    identity = dataset_info.DatasetIdentity(
-        name="x",
-        version=tfds.core.Version("1.0.0"),
-        data_dir=str(folder),
-        module_name="m",
-    )
-    info = dataset_info.DatasetInfo(builder=identity, features=features)
-    info.set_file_format(file_adapters.FileFormat(kind))
-    if kind == "array_record":
-        writer = sequential_writer.SequentialWriter(info, 5, file_format=kind)
-        writer.initialize_splits(["train"])
-        writer.add_examples({"train": rows})
-        return writer.close_all()
-    serializer = example_serializer.ExampleSerializer(features.get_serialized_info())
-    names = naming.ShardedFileTemplate(
-        data_dir=folder, dataset_name="x", split="train", filetype_suffix="tfrecord"
-    )
-    shards = [rows[i : i + 5] for i in range(0, len(rows), 5)]
-    for path, shard in zip(names.sharded_filepaths(len(shards)), shards):
-        encoded = map(features.encode_example, shard)
-        records = map(serializer.serialize_example, encoded)
-        Path(path).write_bytes(b"".join(map(to_tfrecord, records)))
-    lengths = [len(shard) for shard in shards]
-    split = tfds.core.SplitInfo("train", lengths, 0, filename_template=names)
-    info.set_splits(tfds.core.SplitDict([split]))
-    info.write_to_directory(folder)
-
-
-def test_tfds_datasets_of_both_formats_are_equal_and_need_no_tensorflow(tmp_path):
-    before = "tensorflow" in sys.modules
-    found = {}
-    for kind in ("array_record", "tfrecord"):
-        folder = tmp_path / kind / "1.0.0"
-        write_tfds(folder, TFDS_ROWS, kind)
-        files = data.open_source(f"tfds:{folder}", "train", SMALL)
-        found[kind] = [example for file in files for example in file.read()]
-        assert data.open_source(f"tfds:{folder}", "test", SMALL) == []
-    assert_equal(found["tfrecord"], found["array_record"])
-    assert [row["score"] for row in found["tfrecord"]] == [
-        row["score"] for row in TFDS_ROWS
-    ]
-    assert before or "tensorflow" not in sys.modules
-    assert [list(row["words"]) for row in found["tfrecord"]] == [
-        row["words"] for row in TFDS_ROWS
-    ]
-
-
-# ---- pretokenized files ----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("task", ["span_corruption", "text_to_text"])
-def test_pretokenized_files_give_the_same_batches_as_their_texts(tmp_path, task):
-    """Also the same examples are held out."""
-    rows = [
-        {"text": f"café {n} " * (n % 7), "inputs": f"in {n}", "targets": f"out {n * n}"}
-        for n in range(90)
-    ]
-    for i in range(3):
-        lines = [json.dumps(row) for row in rows[i::3]]
-        (tmp_path / f"{i}.jsonl").write_text("\n".join(lines))
-    cfg = change(
-        model=dict(vocab_size=384),
-        data=dict(task=task, vocab="bytes", source=f"jsonl:{tmp_path}/*.jsonl"),
-    )
-    for shard in ("0/2", "1/2"):
-        options = pretokenize.Options(cfg, output=str(tmp_path / "ids"), shard=shard)
-        pretokenize.tokenize_shard(options)
-    ids = change(cfg, data=dict(source=f"parquet:{tmp_path}/ids/*.parquet"))
-    tokenizer = data.load_tokenizer(cfg)
-    batches = [data.Batches(c, tokenizer) for c in (cfg, ids)]
-    for _ in range(5):
-        assert_equal(*map(next, batches))
-
-
 # ---- partition -------------------------------------------------------------------------
 
 MESHES = [dict(), dict(fsdp=True), dict(model=2, fsdp=True), dict(model=4)]
@@ -1699,9 +1368,9 @@ def random_arrays(template, seed=0):
     }
 
 
-def a_vector(values=range(8)):
+def a_vector(first=0):
     """Return {name: array}, and the template to load it."""
-    arrays = {"a": jnp.array(values, jnp.float32)}
+    arrays = {"a": jnp.arange(8.0) + first}
     like = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=arrays["a"].sharding)
     return arrays, {"a": like}
 
@@ -1862,22 +1531,18 @@ CRASH = {"after": None}  # how many file operations succeed
 
 
 def crash_at_a_file_operation(event, args):
-    """Fail like a full disk, or end like a killed process, at a file operation."""
-    if CRASH["after"] is not None and event.split(".")[0] in ("open", "os", "shutil"):
-        if "checkpoints" in str(args[0]) + str(args[1:2]):
-            CRASH["after"] -= 1
-            if CRASH["after"] < 0:
-                raise OSError("crash")
+    """Fail at a file operation, like a full disk. To the files, a kill is the same."""
+    is_ours = event.startswith(("os.", "shutil.")) or "checkpoints" in str(args)
+    if CRASH["after"] is not None and is_ours:
+        CRASH["after"] -= 1
+        if CRASH["after"] < 0:
+            raise OSError("crash")
 
 
 def test_a_crash_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
     """The newest checkpoint is the old or the new one, and the next save succeeds."""
     sys.addaudithook(crash_at_a_file_operation)
-    (old, template), (new, _), (last, _) = (
-        a_vector(),
-        a_vector([9] * 8),
-        a_vector([5] * 8),
-    )
+    (old, template), (new, _), (last, _) = map(a_vector, (10, 20, 30))
     outcomes = []
     for operations in range(100):
         run = tmp_path / str(operations)
@@ -1892,10 +1557,12 @@ def test_a_crash_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
             pass
         finished, CRASH["after"] = CRASH["after"] > 0, None
         checkpoints = partition.Checkpoints(run, keep=1)
-        step, loaded = checkpoints.load(template)
-        assert_equal(loaded, {1: old, 2: new}[step])
-        state = partition.read_state(partition.newest_checkpoint(run))
-        assert state == {1: "old", 2: "new"}[step]
+        assert checkpoints.steps()
+        for step in checkpoints.steps():
+            loaded = checkpoints.load(template, step)[1]
+            assert_equal(loaded, {1: old, 2: new}[step])
+            state = partition.read_state(checkpoints.path(step))
+            assert state == {1: "old", 2: "new"}[step]
         outcomes.append(step)
         checkpoints.save(last, 3)
         checkpoints.finish()
@@ -2396,16 +2063,17 @@ def test_dropped_values_equal_dropped_probabilities():
 @pytest.mark.parametrize(
     "mesh, changes",
     [
-        (dict(model=4), dict(layer_biases=True)),
+        (dict(model=4), dict()),
         (dict(model=2, fsdp=True), dict()),
+        pytest.param(dict(model=4), dict(layer_biases=True), marks=slow),
         pytest.param(dict(fsdp=True), dict(activation="relu", tied=True), marks=slow),
     ],
-    ids=["2x4", "4x2 fsdp", "8x1 fsdp"],
 )
 def test_eight_devices_compute_the_same_as_one(mesh, changes):
-    cfg = change(model=changes, mesh=mesh, train=dict(label_smoothing=0.1))
+    cfg = change(model=changes)
     params, batch = make_params(cfg), make_batch(cfg)
     alone = loss_and_gradients(params, batch, cfg)
+    cfg = change(cfg, mesh=mesh)
     mesh = partition.set_mesh(cfg, jax.devices())
     params, batch = place(params, cfg), partition.put_batch(jax.device_get(batch), mesh)
     assert_close(loss_and_gradients(params, batch, cfg), alone)
@@ -2456,22 +2124,20 @@ def test_the_attention_kernel_equals_the_equation(
     assert_close(values_and_gradients("kernel"), values_and_gradients("xla"))
 
 
-def test_a_model_with_the_kernel_and_the_chunked_loss_has_the_same_gradients(monkeypatch):
+def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
     from extras import chunked_loss
 
+    changes = dict(activation="relu", tied=True)
+    plain = change(model=changes, train=dict(label_smoothing=0.1, z_loss=0.01))
+    params, batch = make_params(plain), make_batch()
+    expected = loss_and_gradients(params, batch, plain)
+    fast = change(
+        plain, model=dict(attention="kernel", loss="chunked"), mesh=dict(model=2)
+    )
     monkeypatch.setattr(chunked_loss, "PART", 12)  # 3 parts of 3 targets on each device
-    batch = jax.device_get(make_batch())
-    mesh = partition.set_mesh(change(mesh=dict(model=2)), jax.devices()[:4])
-    batch = partition.put_batch(batch, mesh)
-    for changes in (dict(), dict(activation="relu", tied=True)):
-        plain = change(model=changes, train=dict(label_smoothing=0.1, z_loss=0.01))
-        params = place(make_params(plain), plain)
-        fast = change(plain, model=dict(attention="kernel", loss="chunked"))
-        expected = loss_and_gradients(params, batch, plain)
-        assert_close(loss_and_gradients(params, batch, fast), expected)
-        assert_close(
-            jax.jit(model.loss_fn, static_argnums=2)(params, batch, fast), expected[0]
-        )
+    mesh = partition.set_mesh(fast, jax.devices()[:4])
+    batch = partition.put_batch(jax.device_get(batch), mesh)
+    assert_close(loss_and_gradients(place(params, fast), batch, fast), expected)
 
 
 def test_the_loss_equals_that_of_t5x():
@@ -2510,7 +2176,7 @@ def test_flops_are_those_of_all_matmuls():
         if e.primitive.name == "dot_general":
             (contracted, _), _ = e.params["dimension_numbers"]
             size = math.prod(e.invars[0].aval.shape[i] for i in contracted)
-            if size != 20:  # The lookup of the relative biases does not count.
+            if size not in (1, 20):  # The relative biases do not count.
                 total += 2 * times * math.prod(e.outvars[0].aval.shape) * size
     assert 3 * total == model.train_flops(cfg.model, 10, 9)
 
@@ -2618,31 +2284,21 @@ def test_decoding_equals_that_of_t5x():
     assert sum(map(bool, searches)) >= 3
 
 
-@pytest.mark.parametrize("family", ["T5", pytest.param("UMT5", marks=slow)])
-def test_decoding_beside_transformers(family, tmp_path):
+# With these widths, some outputs of the random weights end with EOS.
+@pytest.mark.parametrize(
+    "layer_biases, d_model", [(False, 60), pytest.param(True, 44, marks=slow)]
+)
+def test_decoding_beside_hugging_face(layer_biases, d_model):
     """Greedy outputs are equal. With --decode.penalty length, beams have the same scores.
 
     In transformers, an output ends only if it is among the N best continuations. So where
     its best beam has ended, ours is equal or has a better score.
     """
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=12, d_model=40, d_kv=6, d_ff=48, num_heads=4, num_layers=2,
-        feed_forward_proj="gated-gelu", decoder_start_token_id=0, dropout_rate=0.0,
-        tie_word_embeddings=True,
-    )  # fmt: skip
-    network = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
-    with torch.no_grad():
-        for name, p in network.named_parameters():
-            noise = torch.randn(p.shape)
-            p.copy_(1 + 0.1 * noise if "norm" in name else 0.3 * noise)
-    network.save_pretrained(tmp_path)
-    arrays, cfg = convert.read_hf(tmp_path)
-    cfg = replace(cfg, dtype="float32")
-    params = unflatten(convert.to_plain(arrays, cfg, tmp_path))
-    batch = make_batch(change(model=dict(vocab_size=12)), [(n, 8) for n in range(1, 17)])
+    sizes = dict(vocab_size=12, d_model=d_model, num_decoder_layers=2)
+    cfg = change(model=dict(layer_biases=layer_biases, **sizes))
+    network, params = hugging_face(cfg.model)
+    batch = make_batch(cfg, [(n, 8) for n in range(1, 17)])
     inputs, segments = batch.inputs, batch.input_segments
     for beams, alpha in ((0, 0.0), (2, 0.0), (4, 0.6)):
         theirs = network.generate(
@@ -2653,19 +2309,20 @@ def test_decoding_beside_transformers(family, tmp_path):
             output_scores=True, return_dict_in_generate=True,
         )  # fmt: skip
         decode = DecodeConfig(beams=beams, alpha=alpha, penalty="length")
-        ids, scores = infer.generate(params, inputs, segments, cfg, 10, decode)
-        pairs = zip(np.asarray(ids[:, 0]).tolist(), theirs.sequences[:, 1:].tolist())
-        texts = [
-            [str(x + [1]).split(" 1,")[0].strip(" ,0]1") for x in pair] for pair in pairs
-        ]
-        same = np.array([ours == other for ours, other in texts])
-        ended = (theirs.sequences == 1).any(1).numpy()
-        assert same.all() if not beams else sum(same & ended) >= 2 and sum(same) > 8
-        if beams:
-            scores, others = np.asarray(scores[:, 0]), theirs.sequences_scores.numpy()
-            equal, better = same & ended, ~same & ended
-            np.testing.assert_allclose(scores[equal], others[equal], rtol=1e-4)
-            assert (scores > others)[better].all()
+        ids, scores = infer.generate(params, inputs, segments, cfg.model, 10, decode)
+        ids, others = np.asarray(ids[:, 0]), theirs.sequences[:, 1:].numpy()
+        after_eos = np.cumsum(others == data.EOS, axis=1) > (others == data.EOS)
+        others = np.where(after_eos, data.PAD, others)
+        same = (ids[:, : others.shape[1]] == others).all(axis=1)
+        ended = (others == data.EOS).any(axis=1)
+        if not beams:
+            assert same.all() and ended.any()
+            continue
+        scores, other_scores = np.asarray(scores[:, 0]), theirs.sequences_scores.numpy()
+        equal, better = same & ended, ~same & ended
+        assert equal.sum() >= 2 and same.sum() > 8
+        np.testing.assert_allclose(scores[equal], other_scores[equal], rtol=1e-4)
+        assert (scores > other_scores)[better].all()
 
 
 def search_slowly(params, cfg, inputs, length, decode):
@@ -2817,14 +2474,17 @@ def test_results_do_not_depend_on_the_batch_or_the_mesh(decode):
 
 
 def test_scores_do_not_depend_on_the_batch_or_the_mesh():
+    """They come in the order of the examples, although batches are sorted by length."""
     examples = random_examples((5, 3), (30, 8), (1, 5), (16, 2), (17, 20), (0, 4))
     results, weights = [], jax.device_get(make_params(SMALL))
     for devices, size in ((1, 4), (8, 8)):
         cfg = change(decode=dict(batch_size=size), mesh=dict(model=min(2, devices)))
         mesh = partition.set_mesh(cfg, jax.devices()[:devices])
-        params = place(weights, cfg)
-        results.append([*infer.run_examples(params, cfg, mesh, examples, "score")])
-    np.testing.assert_allclose(*results, rtol=1e-5)
+        args = place(weights, cfg), cfg, mesh
+        results.append([*infer.run_examples(*args, examples, "score")])
+    results.append([*infer.run_examples(*args, [x], "score")][0] for x in examples)
+    for scores in results[1:]:
+        np.testing.assert_allclose(list(scores), results[0], rtol=1e-5)
 
 
 def test_the_id_0_is_padding_wherever_it_stands(one_device):
@@ -3013,8 +2673,9 @@ def test_tasks_are_answered_as_they_are_trained(answer, monkeypatch):
         monkeypatch.setitem(data.TASKS, name, task)
         answer(f"{name}.jsonl", "--input", f"task:{name}:validation")
     byte = [ord(c) + 3 for c in "abc"]
-    assert [x.inputs for x in seen] == [[5, 6, 1], [*byte[:2], 1], [5, 6], byte[:2]]
-    assert [x.targets for x in seen] == [[7, 1], [byte[2], 1]] * 2
+    inputs = [list(x.inputs) for x in seen]
+    assert inputs == [[5, 6, 1], [*byte[:2], 1], [5, 6], byte[:2]]
+    assert [list(x.targets) for x in seen] == [[7, 1], [byte[2], 1]] * 2
 
 
 def test_blanks_are_filled_with_the_text_behind_their_sentinel():
@@ -3157,6 +2818,11 @@ def test_rank_classification_equals_that_of_t5():
     assert rank(several, [0, 1, -1, 0, 1, 0], 3) == {"accuracy": 50.0}
     three = rank(ranked([{0}, {2}], [3, 3]), [1, 0, 0, 0, 1, 0], 3)
     assert three == {"accuracy": 50.0, "mean_3class_f1": pytest.approx(100 / 3)}
+    # An example has the weight of its first choice, or without classes, of its answer.
+    weighted = [((0, 0), False, 1.0, 1), ((0, 1), True, 3.0, 1), *ranked([{0}], [2], {})]
+    weighted[2:] = [((1, j), *rest) for (_, j), *rest in weighted[2:]]
+    assert rank(weighted, [0, 1, 0, 1], 2)["accuracy"] == 50.0
+    assert rank(weighted, [0, 1, 0, 1]) == {"accuracy": 75.0}
     with pytest.raises(ValueError, match="idx"):
         rank(two + two[:1], [*scores, 0.0])
 
@@ -3184,7 +2850,7 @@ def test_the_target_must_be_one_of_different_choices(row, correct):
     assert [x["is_correct"] for x in choices] == [i == correct for i in range(2)]
     assert [x["idx"] for x in choices] == [(3, 0), (3, 1)]
     texts = row.get("answer_choices", ["no", "yes"])
-    assert [x["targets"] for x in choices] == texts
+    assert [x["targets"] for x in choices] == list(map(str, texts))
 
 
 def test_the_loss_is_a_mean_over_all_tokens_of_all_batches(one_device):
@@ -3196,7 +2862,8 @@ def test_the_loss_is_a_mean_over_all_tokens_of_all_batches(one_device):
     params = make_params(cfg)
     targets = [[*ids, data.EOS] for ids in tokenizer.encode(texts)]
     batches = [data.pad_batch([[5, 1]] * n, targets[-n:], 2, 9) for n in (1, 3)]
-    losses = [model.token_losses(params, batch, cfg.model) for batch in batches]
+    token_losses = jax.jit(model.token_losses, static_argnums=2)
+    losses = [token_losses(params, batch, cfg.model) for batch in batches]
     real = [batch.targets > 0 for batch in batches]
     content = [
         real & (x.targets > 1) & (x.targets < 259) for real, x in zip(real, batches)
@@ -3233,18 +2900,14 @@ def test_a_text_becomes_a_value_and_the_values_become_metrics():
         evaluate.compute_metrics(task._replace(metrics=("f2",)), lines)
 
 
-def test_metrics_state_whether_lower_is_better():
-    def wer(targets, predictions):
-        return {"wer": 1.0}
-
-    wer.lower_is_better = True
-    lines = [{"target": "a", "prediction": "b"}]
-    evaluate.compute_metrics(data.Task(metrics=(wer, "accuracy")), lines)
-    lower = {
-        x: evaluate.lower_is_better(f"inference_eval/t/{x}") for x in ("wer", "accuracy")
-    }
-    assert lower == {"wer": True, "accuracy": False}
-    assert evaluate.lower_is_better("training_eval/t/bits_per_byte")
+@pytest.mark.parametrize(
+    "name, lower",
+    [("training_eval/t/bits_per_byte", True), ("training_eval/t/accuracy", False),
+     ("inference_eval/t/bleu", False), ("inference_eval/t/wer", True)],
+)  # fmt: skip
+def test_metrics_state_whether_lower_is_better(name, lower, monkeypatch):
+    monkeypatch.setattr(evaluate, "LOWER_IS_BETTER", {*evaluate.LOWER_IS_BETTER, "wer"})
+    assert evaluate.lower_is_better(name) == lower
 
 
 @pytest.fixture
@@ -3258,9 +2921,10 @@ def write_task(monkeypatch, tmp_path, rows, **changes):
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = data.Task(f"jsonl:{tmp_path}/rows.jsonl", **changes)
     monkeypatch.setitem(data.TASKS, "mine", task)
-    return "mine", "validation", data.load_tokenizer(configs.Config(
-        SMALL.model, DataConfig(vocab="bytes", extra_ids=0, task="mine")
-    ))  # fmt: skip
+    cfg = change(
+        model=dict(vocab_size=260), data=dict(vocab="bytes", extra_ids=0, task="x")
+    )
+    return "mine", "validation", data.load_tokenizer(cfg)
 
 
 def test_targets_that_cannot_be_written_are_reported(
@@ -3346,9 +3010,8 @@ def test_a_task_without_pairs_or_split_is_refused(byte_model, tmp_path, monkeypa
 
 
 OWN_TASKS = """
-from configs import *
+from configs import RECIPES
 import data
-rows = [{"inputs": str(n), "targets": "ab"[n % 2]} for n in range(7)]
 METRICS = {"length": lambda targets, predictions: {"length": float(len(targets))}}
 TASKS = {"own": data.Task("jsonl:rows.jsonl", metrics=("length", "accuracy"))}
 CONFIG = RECIPES["tiny"]
@@ -3530,20 +3193,18 @@ def test_large_slots_are_split_like_their_parameters(optimizer):
         model=dict(d_model=128, d_ff=256),
         mesh=dict(model=2, fsdp=True),
     )
-    template = train.state_template(cfg, partition.set_mesh(cfg, jax.devices()))
-    arrays = train.names_of(template)
-    names = [
-        name.removeprefix("params/") for name in arrays if name.startswith("params/")
-    ]
-    for name, a in arrays.items():
-        for param in names:
-            like = arrays[f"params/{param}"]
-            if name.endswith(f"/{param}") and a.shape == like.shape:
-                assert a.sharding == like.sharding
-    slots = jax.tree.leaves(template.slots)
-    weights = jax.tree.leaves(template.params)
-    size = sum(a.size for a in slots) / sum(a.size for a in weights)
-    assert 2 <= size < 2.01 if optimizer == "adamw" else size < 0.5
+    mesh, table = partition.set_mesh(cfg, jax.devices()), model.param_table(cfg.model)
+    template = train.state_template(cfg, mesh)
+    shapes = {name: p.shape for name, p in partition.flatten(table).items()}
+    for param, sharding in partition.flatten(
+        partition.shardings(table, mesh, True)
+    ).items():
+        for name, a in train.names_of(template).items():
+            if name.endswith(f"/{param}") and a.shape == shapes[param]:
+                assert a.sharding == sharding
+    sizes = [sum(a.size for a in jax.tree.leaves(tree)) for tree in template[1:]]
+    share = sizes[1] / sizes[0]
+    assert 2 <= share < 2.01 if optimizer == "adamw" else share < 0.5
 
 
 # ---- train: the step -------------------------------------------------------------------
@@ -3603,15 +3264,6 @@ def test_rows_that_the_devices_cannot_share_are_refused():
 
 
 # ---- train: runs -----------------------------------------------------------------------
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled(tmp_path_factory):
-    """Compile equal programs once, also in other processes."""
-    folder = str(tmp_path_factory.mktemp("compiled"))
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 @pytest.fixture
@@ -3815,14 +3467,6 @@ def test_only_one_command_trains_in_a_folder(tmp_path):
 # ---- train: killed processes -----------------------------------------------------------
 
 
-def start(*args, devices=1):
-    """Start a script, and return its process."""
-    args = [sys.executable, *map(str, args)]
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "XLA_FLAGS": ""}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(args, cwd=HERE, env=env, stdout=pipe, stderr=pipe, text=True)
-
-
 def wait_for_step(run_dir, step, processes):
     """Wait until a run has logged a step."""
     path = run_dir / "metrics.jsonl"
@@ -3833,8 +3477,8 @@ def wait_for_step(run_dir, step, processes):
 
 
 SLOW_RUN = (
-    *("train.py", "--train.steps", 60, "--train.log_every", 1, "--train.save_every", 20),
-    *("--train.eval_every", 30, "--train.eval_batches", 2, "--model.dropout", 0.1),
+    *("train.py", "--train.steps", 30, "--train.log_every", 1, "--train.save_every", 10),
+    *("--train.eval_every", 15, "--train.eval_batches", 2, "--model.dropout", 0.1),
 )
 
 
@@ -3860,7 +3504,7 @@ def straight_runs(tmp_path_factory):
 
 
 def assert_same_runs(a, b):
-    assert shard_bytes(a, 60) == shard_bytes(b, 60)
+    assert shard_bytes(a, 30) == shard_bytes(b, 30)
     assert metric_lines(a) == metric_lines(b)
 
 
@@ -3869,10 +3513,9 @@ def assert_same_runs(a, b):
     "number, step",
     [
         (signal.SIGKILL, 1),
-        (signal.SIGKILL, 20),
-        (signal.SIGKILL, 47),
-        (signal.SIGTERM, 20),
-        (signal.SIGINT, 47),
+        (signal.SIGKILL, 10),
+        (signal.SIGKILL, 23),
+        (signal.SIGTERM, 17),
     ],
 )
 def test_a_killed_run_ends_like_an_uninterrupted_run(
@@ -3895,13 +3538,13 @@ def test_a_killed_run_ends_like_an_uninterrupted_run(
 def test_two_processes_are_resumed_as_one(straight_runs, tmp_path, number):
     """All processes save after the same step, although one of them gets the signal."""
     processes = train_processes(tmp_path)
-    wait_for_step(tmp_path, 30, processes)
+    wait_for_step(tmp_path, 15, processes)
     for process in processes if number == signal.SIGKILL else processes[:1]:
         process.send_signal(number)
     codes = [process.wait(120) for process in processes]
     if number == signal.SIGTERM:
         assert codes == [0, 0]
-        assert partition.Checkpoints(tmp_path).steps()[-1] >= 30
+        assert partition.Checkpoints(tmp_path).steps()[-1] >= 15
     (last,) = partition.Checkpoints(tmp_path).steps()[-1:]
     assert len(shard_bytes(tmp_path, last)) == 3  # with the file `complete`
     command(*SLOW_RUN, "--run_dir", tmp_path, devices=2)
@@ -3919,80 +3562,6 @@ def test_two_processes_with_different_flags_do_not_train(tmp_path):
         assert process.returncode == 1
     assert not (tmp_path / "config.json").exists()
 
-
-# ---- extras/plan.py: the cost of a step on other devices -------------------------------
-
-from extras import plan
-
-
-def test_cycles_and_communication_are_read_from_a_program():
-    """The body of a loop counts once for each turn. The lines are from the TPU compiler."""
-    priced = 'metadata={{op_name="jit(train_step)/{}"}}, backend_config={{"estimated_cycles":"500"}}'
-    text = f"""%body (p: f32[2]) -> f32[2] {{
-  %fusion.1 = bf16[4,8]{{1,0:T(8,128)}} fusion(%p), kind=kLoop, calls=%f, {priced.format("transpose(jvp())/dot_general")}
-  %fusion.2 = bf16[4,8]{{1,0}} fusion(%fusion.1), kind=kCustom, calls=%all-reduce-scatter.3.clone
-  %async-collective-start.1 = (bf16[1,8]{{1,0}}, bf16[4,8], s32[2], bf16[4]) fusion(%fusion.2)
-  %async-collective-done.1 = bf16[4,8]{{1,0}} fusion(%async-collective-start.1)
-}}
-ENTRY %main (p: f32[2]) -> f32[2] {{
-  %while.1 = f32[2] while(%p), condition=%c, body=%body, known_trip_count":{{"n":"3"}}
-  %all-reduce.1 = (f32[4], f32[2,2]) all-reduce(%p), attributes={{n="all-gather-start.1"}}
-  %all-reduce.2 = f32[4] all-reduce(%p), replica_groups={{{{0}},{{1}},{{2}},{{3}}}}
-  %fusion.4 = f32[2] fusion(%p), {priced.format("sub")}
-  %fusion.5 = f32[2] fusion(%p), {priced.format("jvp()/closed_call/mul")}
-  %fusion.6 = f32[2] fusion(%p), {priced.format("transpose(jvp())/rematted_computation/mul")}
-  %copy.7 = f32[2] copy(%p), backend_config={{"estimated_cycles":"7"}}
-  %kernel.1 = f32[2] custom-call(%p), custom_call_target="tpu_custom_call", metadata={{op_name="jit(train_step)/jvp()/pallas_call"}}, backend_config={{"cost_estimate":{{"flops":"480000","transcendentals":"3"}}}}
-}}"""
-    kernel = 480_000 // plan.KERNEL_FLOPS_PER_CYCLE  # the compiler does not price kernels
-    assert plan.estimated_cycles(text) == {
-        "backward": 3 * 500,
-        "optimizer": 500,
-        "forward": 500 + kernel,
-        "recomputation": 500,
-        "copies": 7,
-    }
-    assert plan.communication(text, 4) == {
-        "reduce-scatter": [3, 3 * 3 * 64],
-        "collectives, overlapped": [3, 3 * 3 / 4 * (16 + 64)],
-        "all-reduce": [1, 2 * 3 / 4 * (16 + 16)],
-    }
-
-
-GROUPS = [
-    ("{{0,2,4,6},{1,3,5,7}}", 4),
-    ("[2,4]<=[4,2]T(1,0)", 4),
-    ("[4,2]<=[8]", 2),
-    ("{}", 8),
-    ("mesh['axis_0'=4,'axis_1'=2] {'axis_0'}", 4),
-    ("mesh['axis_0'=2,'axis_1'=4], device_ids=([4,2]T(1,0)) {'axis_0'}", 2),
-    ("mesh['axis_0'=2,'axis_1'=4] {'axis_0','axis_1'}", 8),
-]
-
-
-@pytest.mark.parametrize("groups, size", GROUPS)
-def test_every_form_of_a_group_of_devices_is_read(groups, size):
-    line = f"%a = f32[8]{{0}} all-gather(%b), replica_groups={groups}, dimensions={{0}}"
-    assert plan.group_size(line, 8) == size
-
-
-def test_data_parallelism_sends_the_gradients_once():
-    """A plan for four devices, checked with formulas."""
-    flags = "--config tiny --devices 4 --model.num_layers 1 --model.num_decoder_layers 1"
-    out = command("-m", "extras.plan", *flags.split()).stdout
-    numbers = dict(re.findall(r"^(\S[^\n]*?) +([\d.]+) ", out, re.M))
-    cfg = configs.RECIPES["tiny"]
-    cfg = change(cfg, model=dict(num_layers=1, num_decoder_layers=1))
-    weights = 4 * model.count_params(model.param_table(cfg.model)) / 1e9
-    assert weights < float(numbers["weights and optimizer"]) < 1.1 * weights
-    once = 2 * 3 / 4 * weights  # what each of four devices sends in a ring
-    assert once < float(numbers["all-reduce"]) < 1.3 * once
-    assert "all-gather" not in numbers and "step on TPU v4" in numbers
-
-
-import zlib
-
-from sentencepiece import sentencepiece_model_pb2
 
 # ---- convert ---------------------------------------------------------------------------
 
@@ -4074,22 +3643,16 @@ def hf_state(m, seed=0):
 
 def hf_config(m, **more):
     return {
-        "model_type": "umt5" if m.layer_biases else "t5",
-        "vocab_size": m.vocab_size,
-        "d_model": m.d_model,
-        "d_ff": m.d_ff,
-        "d_kv": m.d_kv,
-        "num_heads": m.num_heads,
-        "num_layers": m.num_layers,
+        **{name: getattr(m, name) for name in "vocab_size d_model d_ff d_kv".split()},
+        **{name: getattr(m, name) for name in "num_heads num_layers".split()},
         "num_decoder_layers": m.num_decoder_layers,
+        "model_type": "umt5" if m.layer_biases else "t5",
         "relative_attention_num_buckets": m.relative_buckets,
         "relative_attention_max_distance": m.relative_max_distance,
         "feed_forward_proj": m.activation.replace("_", "-"),
         "dropout_rate": m.dropout,
         "tie_word_embeddings": m.tied,
-        "decoder_start_token_id": 0,
-        "eos_token_id": 1,
-        "pad_token_id": 0,
+        **{"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
     } | more
 
 
@@ -4134,9 +3697,10 @@ def params_of(weights):
 
 
 # The architectures of the published models.
+T5_1_1 = "T5 1.1, LM-adapted, FLAN, T0, mT5"
 FAMILIES = {
     "T5 1.0": dict(activation="relu", tied=True, dropout=0.1),
-    "T5 1.1, LM-adapted, FLAN, T0, mT5": dict(),
+    T5_1_1: dict(),
     "UL2": dict(activation="gated_silu", relative_max_distance=64),
     "UMT5": dict(layer_biases=True),
     "ByT5": dict(vocab_size=384),
@@ -4199,22 +3763,17 @@ def logits_of(folder, weights, kind):
 
 
 @pytest.mark.parametrize(
-    "family, kind, head, config",
+    "family, kind, config",
     [
-        ("T5 1.0", "T5ForConditionalGeneration", "none", {}),
-        ("T5 1.1, LM-adapted, FLAN, T0, mT5", "T5ForConditionalGeneration", "own", {}),
-        (
-            "T5 1.1, LM-adapted, FLAN, T0, mT5",
-            "MT5ForConditionalGeneration",
-            "own",
-            {"model_type": "mt5"},
-        ),
-        ("UL2", "T5ForConditionalGeneration", "own", {"tie_word_embeddings": True}),
-        ("UMT5", "UMT5ForConditionalGeneration", "own", {}),
-        ("encoder", "T5EncoderModel", "none", {}),
+        ("T5 1.0", "T5ForConditionalGeneration", {}),
+        (T5_1_1, "T5ForConditionalGeneration", {}),
+        (T5_1_1, "MT5ForConditionalGeneration", {"model_type": "mt5"}),
+        ("UL2", "T5ForConditionalGeneration", {"tie_word_embeddings": True}),
+        ("UMT5", "UMT5ForConditionalGeneration", {}),
+        ("encoder", "T5EncoderModel", {}),
     ],
 )
-def test_logits_of_transformers(family, kind, head, config, tmp_path):
+def test_logits_of_transformers(family, kind, config, tmp_path):
     """The imported model, and transformers with the exported model, give equal logits."""
     m = replace(SMALL.model, **FAMILIES[family])
     source = write_model(tmp_path / "hf", m, hf_state(m), **config)
@@ -4271,93 +3830,88 @@ def text_of(caught):
     return f"{caught.value} {' '.join(getattr(caught.value, '__notes__', []))}"
 
 
-# What is wrong: (changes of the arrays, changes of config.json, other files, what is named).
-NORM, WO = (
-    "encoder.final_layer_norm.weight",
-    "decoder.block.1.layer.2.DenseReluDense.wo.weight",
-)
-HEAD = "lm_head.weight"
-REFUSED = {
-    "missing": ({WO: None}, {}, {}, WO),
-    "a layer is missing": (
-        {name: None for name in hf_state(SMALL.model) if "decoder.block.2" in name},
-        {}, {}, "num_decoder_layers 3",
-    ),
-    "no encoder": (
-        {name: None for name in hf_state(SMALL.model) if "encoder" in name},
-        {}, {}, "encoder/",
-    ),
-    "another shape": ({NORM: np.ones(39, np.float32)}, {}, {}, NORM),
-    "another size of the output layer": (
-        {HEAD: np.ones((250, 40), np.float32)}, {}, {}, HEAD,
-    ),
-    "integers": ({NORM: np.ones(40, np.int8)}, {}, {}, NORM),
-    "unknown": ({"pooler.weight": np.ones(3, np.float32)}, {}, {}, "pooler.weight"),
-    "two embeddings": (
-        {"decoder.embed_tokens.weight": np.ones((256, 40), np.float32)},
-        {}, {}, "decoder.embed_tokens.weight",
-    ),
-    "classifier": (
-        {"classification_head.dense.weight": np.ones((40, 40), np.float32)},
-        {}, {}, "classification_head.dense.weight",
-    ),
-    "no output layer": ({HEAD: None}, {}, {}, HEAD),
-    "output layer without decoder": (
-        {name: None for name in hf_state(SMALL.model) if "decoder" in name},
-        {}, {}, "decoder/logits_dense",
-    ),
-    "another size": ({}, {"d_ff": 99}, {}, "d_ff 99"),
-    "another network": ({}, {"model_type": "longt5"}, {}, "longt5"),
-    "exact GELU": ({}, {"feed_forward_proj": "gelu"}, {}, "feed_forward_proj gelu"),
-    "exact gated GELU": ({}, {"dense_act_fn": "gelu"}, {}, "dense_act_fn gelu"),
-    "no gate": ({}, {"is_gated_act": False}, {}, "is_gated_act False"),
-    "no activation": ({}, {"feed_forward_proj": None}, {}, "wi"),
-    "epsilon": ({}, {"layer_norm_epsilon": 1e-5}, {}, "layer_norm_epsilon 1e-05"),
-    "EOS": ({}, {"eos_token_id": 2}, {}, "eos_token_id 2"),
-    "padding": ({}, {"pad_token_id": 1}, {}, "pad_token_id 1"),
-    "start": ({}, {"decoder_start_token_id": 250}, {}, "decoder_start_token_id 250"),
-    "several EOS": (
-        {}, {}, {"generation_config.json": {"eos_token_id": [1, 7]}}, "eos_token_id",
-    ),
-    "sentence-transformers": ({}, {}, {"modules.json": []}, "modules.json"),
-    "LoRA": ({}, {}, {"adapter_config.json": {}}, "adapter_config.json"),
-    "added token": ({}, {}, {"added_tokens.json": {"<hl>": 160}}, "<hl>"),
-    "added token in the other file": (
-        {}, {}, {"tokenizer_config.json": {
-            "added_tokens_decoder": {"160": {"content": "<hl>"}}}}, "<hl>",
-    ),
-}  # fmt: skip
+NORM, HEAD = "encoder.final_layer_norm.weight", "lm_head.weight"
+WO = "decoder.block.1.layer.2.DenseReluDense.wo.weight"
 
 
-@pytest.mark.parametrize("what", REFUSED)
-def test_models_that_are_not_read_are_refused_by_name(what, tmp_path):
-    changes, config, files, named = REFUSED[what]
-    state = hf_state(SMALL.model) | changes
-    state = {name: array for name, array in state.items() if array is not None}
+def ones(*shape):
+    return np.ones(shape, np.float32)
+
+
+# Wrong arrays (None: all that match the pattern are missing), and what is named.
+WRONG_ARRAYS = [
+    ({WO: None}, WO),
+    ({"decoder.block.2.*": None}, "num_decoder_layers 3"),
+    ({"encoder.*": None}, "encoder/"),
+    ({"decoder.*": None}, "decoder/logits_dense"),
+    ({HEAD: None}, HEAD),
+    ({HEAD: ones(250, 40)}, HEAD),
+    ({NORM: ones(39)}, NORM),
+    ({NORM: np.ones(40, np.int8)}, NORM),
+    ({"pooler.weight": ones(3)}, "pooler.weight"),
+    ({"classification_head.dense.weight": ones(40, 40)}, "classification_head.dense"),
+    ({"decoder.embed_tokens.weight": ones(256, 40)}, "decoder.embed_tokens.weight"),
+]
+WRONG_FIELDS = [
+    ("d_ff", 99),
+    ("model_type", "longt5"),
+    ("feed_forward_proj", "gelu"),  # the exact GELU
+    ("dense_act_fn", "gelu"),
+    ("is_gated_act", False),
+    ("layer_norm_epsilon", 1e-5),
+    ("eos_token_id", 2),
+    ("pad_token_id", 1),
+    ("decoder_start_token_id", 250),
+]
+WRONG_FILES = [
+    ("modules.json", [], "modules.json"),  # of sentence-transformers
+    ("adapter_config.json", {}, "adapter_config.json"),  # of LoRA
+    ("generation_config.json", {"eos_token_id": [1, 7]}, "eos_token_id"),
+    ("added_tokens.json", {"<hl>": 160}, "<hl>"),
+    (
+        "tokenizer_config.json",
+        {"added_tokens_decoder": {"9": {"content": "<hl>"}}},
+        "<hl>",
+    ),
+]
+REFUSED = [
+    *((arrays, {}, {}, named) for arrays, named in WRONG_ARRAYS),
+    *(({}, {name: value}, {}, f"{name} {value}") for name, value in WRONG_FIELDS),
+    ({}, {"num_decoder_layers": None}, {}, "num_decoder_layers 2"),
+    ({}, {"feed_forward_proj": None}, {}, ".wi."),
+    *(({}, {}, {name: content}, named) for name, content, named in WRONG_FILES),
+]
+
+
+@pytest.mark.parametrize("arrays, config, files, named", REFUSED)
+def test_models_that_are_not_read_are_refused_by_name(
+    arrays, config, files, named, tmp_path
+):
+    state = hf_state(SMALL.model)
+    for pattern, array in arrays.items():
+        for name in fnmatch.filter(list(state), pattern):
+            del state[name]
+        state |= {} if array is None else {pattern: array}
     source = write_model(tmp_path / "hf", SMALL.model, state, **config)
     for name, content in files.items():
         (source / name).write_text(json.dumps(content))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=re.escape(named)):
         convert.convert(source, tmp_path / "run")
-    assert named in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
-@pytest.mark.parametrize("damage", ["cut", "file missing", "array missing", "not JSON"])
+@pytest.mark.parametrize("damage", ["cut", "missing", "an array is missing"])
 def test_damaged_files_are_named(damage, tmp_path):
     source = write_model(tmp_path / "hf", SMALL.model, hf_state(SMALL.model), "sharded")
-    named = "part-1.safetensors" if "missing" in damage else str(source)
+    file, named = source / "part-1.safetensors", str(source)
     if damage == "cut":
-        content = (source / "part-1.safetensors").read_bytes()
-        (source / "part-1.safetensors").write_bytes(content[:-100])
-    elif damage == "file missing":
-        (source / "part-1.safetensors").unlink()
-    elif damage == "array missing":  # a model without output layer would look tied
-        file, named = source / "part-1.safetensors", "model.safetensors.index.json"
-        arrays = safetensors.numpy.load_file(file)
-        safetensors.numpy.save_file(dict(list(arrays.items())[1:]), file)
-    else:
-        (source / "config.json").write_text("{")
+        file.write_bytes(file.read_bytes()[:-100])
+    elif damage == "missing":
+        file.unlink()
+    else:  # A model that lost its output layer must not look tied.
+        named = "model.safetensors.index.json"
+        arrays = list(safetensors.numpy.load_file(file).items())
+        safetensors.numpy.save_file(dict(arrays[1:]), file)
     with pytest.raises((UserError, Exception)) as caught:
         convert.convert(source, tmp_path / "run")
     assert named in text_of(caught)
@@ -4384,14 +3938,15 @@ def test_a_new_folder_appears_only_when_it_is_complete(tmp_path, monkeypatch):
     source = write_model(tmp_path / "hf", m, state)
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").write_text("precious")
-    for more in (
-        dict(dst=tmp_path / "full"),
-        dict(dst="gs://bucket/run"),
-        dict(dst=tmp_path / "new", dtype="bfloat16"),
-        dict(dst=tmp_path / "new", src=tmp_path / "nowhere"),
+    new = tmp_path / "new"
+    for arguments in (
+        (source, tmp_path / "full"),
+        (source, "gs://bucket/run"),
+        (source, new, "plain", "bfloat16"),
+        (tmp_path / "nowhere", new),
     ):
         with pytest.raises(UserError):
-            convert.convert(**{"src": source, **more})
+            convert.convert(*arguments)
 
     def write_wrong(arrays, path, metadata):
         arrays = arrays | {NORM: arrays[NORM] + np.float32(1e-6)}
@@ -4399,12 +3954,12 @@ def test_a_new_folder_appears_only_when_it_is_complete(tmp_path, monkeypatch):
 
     monkeypatch.setattr(safetensors.numpy, "save_file", write_wrong)
     with pytest.raises(OSError, match="encoder/norm"):
-        convert.convert(source, tmp_path / "new", to="hf")
+        convert.convert(source, new, to="hf")
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "full"}
     monkeypatch.undo()
     convert.convert(source, tmp_path / "run")
     with pytest.raises(UserError, match="run already"):
-        convert.convert(tmp_path / "run", tmp_path / "new")
+        convert.convert(tmp_path / "run", new)
     convert.convert(tmp_path / "run", tmp_path / "half", to="hf", dtype="bfloat16")
     found = params_of(convert.read(tmp_path / "half"))["embed"]
     np.testing.assert_array_equal(found, state["shared.weight"].astype(jnp.bfloat16))
@@ -4437,31 +3992,12 @@ def t5x_state(m, seed=0):
     return flax.traverse_util.unflatten_dict(tree, sep="/"), gradients
 
 
-def write_t5x(folder, tree):
+def write_t5x(folder, tree, version=3):
     folder.mkdir(parents=True)
-    content = flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})
+    content = {"version": version, "optimizer": tree}
+    content = flax.serialization.msgpack_serialize(content)
     (folder / "checkpoint").write_bytes(content)
     return folder
-
-
-def test_imported_parameters_of_t5x_give_its_recorded_logits(tmp_path):
-    case = np.load(recorded("t5x/network/v11.npz"))
-    target = {
-        name.removeprefix("params/"): case[name]
-        for name in case.files
-        if name.startswith("params/")
-    }
-    tree = flax.traverse_util.unflatten_dict(target, sep="/")
-    source = write_t5x(tmp_path / "t5x", {"target": tree, "state": {"step": 7}})
-    weights = convert.read(source)
-    params = flax.traverse_util.unflatten_dict(params_of(weights), sep="/")
-    inputs, targets = case["encoder_input_tokens"], case["decoder_target_tokens"]
-    batch = data.Batch(
-        inputs, inputs > 0, case["decoder_input_tokens"], targets, targets > 0
-    )
-    logits = forward(params, batch, replace(weights.cfg.model, dtype="float32"))
-    mask = targets[..., None] > 0
-    assert_close(np.asarray(logits) * mask, case["logits"] * mask)
 
 
 def restored_state(run):
@@ -4489,23 +4025,19 @@ def test_t5x_and_back_with_the_optimizer(tmp_path):
     for name, array in tree.items():
         np.testing.assert_array_equal(back[name], array, err_msg=name)
     convert.convert(tmp_path / "run", tmp_path / "half", to="t5x", dtype="bfloat16")
-    half = convert.read_t5x(tmp_path / "half")["target"]["decoder"]["decoder_norm"][
-        "scale"
-    ]
-    expected = tree["target/decoder/decoder_norm/scale"].astype(jnp.bfloat16)
-    assert half.dtype == jnp.bfloat16 and np.array_equal(half, expected)
+    half = partition.flatten(convert.read_t5x(tmp_path / "half"))
+    name = "target/decoder/decoder_norm/scale"
+    assert half[name].dtype == jnp.bfloat16
+    np.testing.assert_array_equal(half[name], tree[name].astype(jnp.bfloat16))
 
 
-def test_the_state_of_another_optimizer_is_left_out(tmp_path):
+@pytest.mark.parametrize("slot", [{"m": ones(128, 300)}, {"v_row": ones(1)}])
+def test_the_state_of_another_optimizer_is_left_out(slot, tmp_path):
     """Adafactor with momentum, or one that has no averages for a matrix."""
     tree, _ = t5x_state(T5X_MODEL)
-    slots = tree["state"]["param_states"]["decoder"]["logits_dense"]["kernel"]
-    for change in ({"m": np.ones((128, 300), np.float32)}, {"v_row": np.zeros(1)}):
-        saved = dict(slots)
-        slots |= change
-        source = write_t5x(tmp_path / f"{len(change)}{list(change)[0]}", tree)
-        assert not any("slots" in name for name in convert.read(source).arrays)
-        slots |= saved
+    tree["state"]["param_states"]["decoder"]["logits_dense"]["kernel"] |= slot
+    source = write_t5x(tmp_path / "t5x", tree)
+    assert not any("slots" in name for name in convert.read(source).arrays)
 
 
 def test_orbax_is_read(tmp_path):
@@ -4562,9 +4094,7 @@ def test_a_damaged_zarr_array_is_named(damage, tmp_path):
 
 
 def test_other_versions_of_t5x_and_umt5_are_refused(tmp_path):
-    source = write_t5x(tmp_path / "old", {})
-    content = flax.serialization.msgpack_serialize({"version": 2, "optimizer": {}})
-    (source / "checkpoint").write_bytes(content)
+    source = write_t5x(tmp_path / "old", {}, version=2)
     with pytest.raises(UserError, match="version 2"):
         convert.convert(source, tmp_path / "run")
     m = replace(SMALL.model, layer_biases=True)
@@ -4630,18 +4160,13 @@ def test_a_checkpoint_that_tensorflow_wrote(tmp_path):
         ("embed", ..., "shared/embedding"),
         ("unembed", ..., "decoder/logits/kernel"),
         ("encoder/norm", ..., "encoder/rms_norm/scale"),
-        (
-            "decoder/relative_bias", ...,
-            "decoder/block_000/layer_000/SelfAttention/relative_attention_bias",
-        ),
-        ("encoder/layers/attention/out", 0, "encoder/block_000/layer_000/SelfAttention/o"),
-        (
-            "decoder/layers/cross_attention/key", 1,
-            "decoder/block_001/layer_001/EncDecAttention/k",
-        ),
-        ("decoder/layers/mlp/norm", 1, "decoder/block_001/layer_002/rms_norm/scale"),
-        ("decoder/layers/mlp/gate", 1, "decoder/block_001/layer_002/DenseReluDense/wi_0/kernel"),
-    ):  # fmt: skip
+        ("decoder/relative_bias", ..., "layer_000/SelfAttention/relative_attention_bias"),
+        ("decoder/layers/self_attention/out", 0, "layer_000/SelfAttention/o"),
+        ("decoder/layers/cross_attention/key", 0, "layer_001/EncDecAttention/k"),
+        ("decoder/layers/mlp/norm", 0, "layer_002/rms_norm/scale"),
+        ("decoder/layers/mlp/gate", 0, "layer_002/DenseReluDense/wi_0/kernel"),
+    ):
+        name = f"decoder/block_000/{name}" if name.startswith("layer") else name
         array = params[path][layer]
         np.testing.assert_array_equal(array, recorded_value(name, array.shape), name)
     state = restored_state(tmp_path / "run")
@@ -4673,27 +4198,27 @@ def test_a_flipped_bit_of_tensorflow_is_noticed(tmp_path):
     assert noticed > 50
 
 
-def test_the_means_of_a_square_matrix_are_named_differently_in_mesh_tensorflow(
-    monkeypatch,
+@pytest.mark.parametrize("rows, expected", [(3, "v_row"), (4, "v_col"), (5, "v_row")])
+def test_mesh_tensorflow_names_the_means_of_a_square_matrix_differently(
+    rows, expected, monkeypatch
 ):
     mesh_tensorflow = pytest.importorskip("extras.mesh_tensorflow")
     name = "encoder/block_000/layer_000/SelfAttention/q"
-    for rows, expected in ((4, "v_col"), (3, "v_row"), (5, "v_row")):
-        arrays = {
-            "global_step": np.int64(7),
-            name: np.ones((rows, 4)),
-            f"{name}_slot_vr": np.ones(min(rows, 4)),
-        }
-        monkeypatch.setattr(mesh_tensorflow, "read_tensors", lambda _: arrays)
-        _, slots, _ = mesh_tensorflow.read("prefix")
-        assert [slot for _, slot in slots] == [expected]
+    arrays = {
+        "global_step": 7,
+        name: ones(rows, 4),
+        f"{name}_slot_vr": ones(min(rows, 4)),
+    }
+    monkeypatch.setattr(mesh_tensorflow, "read_tensors", lambda _: arrays)
+    _, slots, _ = mesh_tensorflow.read("prefix")
+    assert [slot for _, slot in slots] == [expected]
 
 
 # ---- convert: vocabularies ---------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def pieces():
+def small_pieces():
     """A SentencePiece model of 60 pieces."""
     rng, output = np.random.default_rng(0), io.BytesIO()
     words = ["".join(rng.choice(list("abcdefgh"), 5)) for _ in range(100)]
@@ -4740,7 +4265,7 @@ VOCABULARIES = {  # vocabulary size of the model, size and sentinels of the voca
 
 
 @pytest.mark.parametrize("kind", VOCABULARIES)
-def test_a_vocabulary_is_copied(kind, pieces, tmp_path):
+def test_a_vocabulary_is_copied(kind, small_pieces, tmp_path):
     """transformers gives the same ids before the import and after the export."""
     transformers = pytest.importorskip("transformers")
     vocab_size, size, sentinels = VOCABULARIES[kind]
@@ -4750,9 +4275,9 @@ def test_a_vocabulary_is_copied(kind, pieces, tmp_path):
         config = {"tokenizer_class": "ByT5Tokenizer", "extra_ids": 131}
         (source / "tokenizer_config.json").write_text(json.dumps(config))
     elif kind == "mT5":
-        set_pieces(source, with_sentinels(pieces, 100), extra_ids=0)
+        set_pieces(source, with_sentinels(small_pieces, 100), extra_ids=0)
     else:
-        set_pieces(source, pieces, extra_ids=30 if kind == "UMT5" else 100)
+        set_pieces(source, small_pieces, extra_ids=30 if kind == "UMT5" else 100)
     if kind == "added tokens":
         (source / "added_tokens.json").write_text('{"<hl>": 160, "Q": 161}')
     if kind in ("tokenizer.json", "added tokens"):
@@ -4791,9 +4316,9 @@ def test_a_model_without_vocabulary_is_read(tmp_path, capsys):
 
 @pytest.mark.parametrize("kind", ["BPE", "byte_fallback"])
 def test_vocabularies_to_which_transformers_gives_other_ids_are_not_exported(
-    kind, pieces, tmp_path
+    kind, small_pieces, tmp_path
 ):
-    proto = sentencepiece_model_pb2.ModelProto.FromString(pieces)
+    proto = sentencepiece_model_pb2.ModelProto.FromString(small_pieces)
     if kind == "BPE":
         proto.trainer_spec.model_type = "BPE"
     else:
@@ -4808,57 +4333,56 @@ def test_vocabularies_to_which_transformers_gives_other_ids_are_not_exported(
         convert.convert(tmp_path / "run", tmp_path / "back", to="hf")
 
 
-def test_a_vocabulary_of_another_model_is_refused(pieces, tmp_path):
+def test_a_vocabulary_of_another_model_is_refused(small_pieces, tmp_path):
     m = replace(SMALL.model, vocab_size=50)
     source = write_model(tmp_path / "hf", m, hf_state(m))
-    set_pieces(source, pieces)
+    set_pieces(source, small_pieces)
     with pytest.raises(UserError, match="60"):
         convert.convert(source, tmp_path / "run")
 
 
-def test_the_command_converts_there_and_back(pieces, tmp_path):
+def test_the_command_converts_there_and_back(tmp_path):
     source = write_model(tmp_path / "hf", SMALL.model, hf_state(SMALL.model))
-    set_pieces(source, pieces)
     command("convert.py", source, tmp_path / "run")
     command("convert.py", tmp_path / "run", tmp_path / "back", "--to", "hf", "--step", 0)
-    for name in ("spiece.model", "model.safetensors"):
-        files = [
-            safetensors.numpy.load_file(tmp_path / d / "model.safetensors")
-            for d in ("hf", "back")
-        ]
-        assert_equal(*files)
-    refused = command("convert.py", source, tmp_path / "run", check=False)
-    assert refused.returncode == 1 and "already exists" in refused.stderr
+    weights = [folder / "model.safetensors" for folder in (source, tmp_path / "back")]
+    assert_equal(*map(safetensors.numpy.load_file, weights))
 
 
 # ---- jobs ------------------------------------------------------------------------------
-# Whole jobs at toy size: the commands that a user types, on data as the user has them.
+# Whole jobs at toy size: the commands that a user types, on data as users have them.
 
-from extras import t5_tasks, toys  # noqa: E402, F401 (they add to TASKS)
 
-TOY = (
-    "--model.vocab_size 256 --model.d_model 32 --model.d_ff 64 --model.d_kv 8 "
-    "--model.num_heads 4 --model.num_layers 1 --model.num_decoder_layers 1 "
-    "--data.inputs_length 32 --data.targets_length 16 --data.vocab train:30 "
+SIZE = (
+    "--model.vocab_size 384 --model.d_model 32 --model.d_ff 64 --model.d_kv 8 "
+    "--model.num_heads 4 --model.num_layers 1 --model.num_decoder_layers 1"
 )
-PERIODS = "--train.batch_size 8 --train.log_every 1 --train.eval_batches 1 "
+PERIODS = "--train.batch_size 8 --train.log_every 1 --train.eval_batches 1"
+TOY = (
+    f"{SIZE} {PERIODS} --data.vocab train:30 --data.inputs_length 32 "
+    "--data.targets_length 16 --train.steps 60 --train.eval_every 20"
+)
+FINETUNE = (  # All jobs of fine-tuning compile the same program.
+    f"{PERIODS} --data.inputs_length 64 --data.targets_length 16 --model.dropout 0 "
+    "--train.learning_rate 0.02 --train.eval_every 0 --train.infer_every 50 "
+    "--train.save_every 50"
+)
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
 
 
-def run(*command):
-    """Call main() of a script, such as run("infer --raw True"). Returns what it prints."""
-    tables = configs.TASKS, configs.MIXTURES, configs.METRICS, evaluate.POSTPROCESSORS
-    script, *words = " ".join(map(str, command)).split()
+def run(command):
+    """Call main() of a script, such as run("infer --raw"). Returns what it prints."""
+    script, *words = command.split()
+    tables = configs.TASKS, configs.MIXTURES, configs.METRICS
     before, out = [dict(table) for table in tables], io.StringIO()
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
         patch.setattr(sys, "argv", [f"{script}.py", *words])
-        patch.setattr(sys, "path", [*sys.path])
         patch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
         patch.setattr(partition, "start_jax", lambda cfg: None)
         patch.setattr(train, "stop_signals", list)
         try:
             sys.modules[script].main()
-        finally:  # as if the process ended
+        finally:  # The next command must not find the tables of this one.
             configs.VOCABULARY.clear()
             for table, entries in zip(tables, before):
                 table.clear()
@@ -4866,367 +4390,342 @@ def run(*command):
     return out.getvalue()
 
 
-def metrics_of(run_dir):
-    """Return {step: {name: value}} of a run, without its speed."""
-    table = evaluate.read_metrics([run_dir, Path(run_dir) / "eval"])
-    return {
-        step: {k: x for k, x in row.items() if not k.startswith("timing/")}
-        for step, row in table.items()
-    }
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def values_of(run_dir, name):
+    """Return {step: value} of a metric."""
+    table = evaluate.read_metrics([run_dir])
+    return {step: row[name] for step, row in table.items() if name in row}
 
 
 def assert_learns(run_dir):
-    losses = [row["train/loss"] for row in metrics_of(run_dir).values()]
-    assert np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4]), losses
+    losses = [*values_of(run_dir, "train/loss").values()]
+    assert len(losses) >= 50 and np.mean(losses[-4:]) < 0.9 * np.mean(losses[:4]), losses
 
 
-def sentences(count, first=0):
+def sentences(count):
     """Return lines of six words, each of which predicts the next one."""
-    return [" ".join((WORDS * 2)[i % 10 :][:6]) for i in range(first, first + count)]
-
-
-def write_jsonl(path, rows):
-    """Write an object in each line, compressed if the path ends with .gz."""
-    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    Path(path).write_bytes(gzip.compress(content) if str(path)[-3:] == ".gz" else content)
-
-
-def write_tfds(folder, **splits):
-    """Write a dataset as TFDS prepares it. The first row tells the types of the fields."""
-    import tensorflow_datasets as tfds
-    from tensorflow_datasets.core import dataset_info, file_adapters, sequential_writer
-
-    def feature(value):
-        if isinstance(value, dict):
-            return {key: feature(inner) for key, inner in value.items()}
-        if isinstance(value, list):
-            return tfds.features.Sequence(feature(value[0]))
-        kinds = {str: tfds.features.Text(), int: np.int64, float: np.float32}
-        return kinds[type(value)]
-
-    folder.mkdir(parents=True)
-    identity = dataset_info.DatasetIdentity(
-        name="x", version="1.0.0", data_dir=str(folder), module_name="x"
-    )
-    features = tfds.features.FeaturesDict(feature([*splits.values()][0][0]))
-    info = dataset_info.DatasetInfo(builder=identity, features=features)
-    info.set_file_format(file_adapters.FileFormat.ARRAY_RECORD)
-    writer = sequential_writer.SequentialWriter(info, 99, file_format="array_record")
-    writer.initialize_splits([*splits])
-    writer.add_examples(splits)
-    writer.close_all()
+    return [" ".join((WORDS * 2)[i % 10 :][:6]) for i in range(count)]
 
 
 @pytest.fixture(scope="session")
 def pretrained(tmp_path_factory):
-    """A run of small_c4 at toy size, with C4 from TFDS."""
+    """A run of small_c4, with C4 as TFDS prepares it."""
     folder = tmp_path_factory.mktemp("pretrained")
     rows = [{"text": line} for line in sentences(400)]
-    write_tfds(folder / "tfds/c4/en/2.2.0", train=rows, validation=rows[:20])
+    write_dataset(folder / "tfds/c4/en/2.2.0", rows, rows[:20])
     run(
-        *("train --config small_c4", TOY, PERIODS),
-        *("--run_dir", folder / "run", "--data.tfds_dir", folder / "tfds"),
-        "--train.steps 60 --train.save_every 20 --train.eval_every 20",
+        f"train --config small_c4 {TOY} --train.save_every 20 --run_dir {folder}/run "
+        f"--data.tfds_dir {folder}/tfds"
     )
     return folder / "run"
 
 
-def test_job_c4_from_json_files_with_an_exact_restart(pretrained, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_job_c4_from_json_files_and_an_exact_restart(pretrained, here):
+    """The files of allenai hold the same texts, so they give the same losses."""
     for split, count in (("train", 400), ("validation", 20)):
         rows = [{"text": line, "url": "", "timestamp": ""} for line in sentences(count)]
-        write_jsonl(f"c4-{split}.00000-of-00001.json.gz", rows)
-    for steps in (21, 60):
+        with gzip.open(f"c4-{split}.00000-of-00001.json.gz", "wb") as file:
+            file.writelines(map(infer.to_json, rows))
+    for steps in (40, 60):
         run(
-            *("train --config small_c4", TOY, PERIODS, "--run_dir run"),
-            *("--data.source", "jsonl:c4-{split}.*.json.gz", "--train.steps", steps),
-            "--train.save_every 20 --train.eval_every 20",
+            f"train --config small_c4 {TOY} --train.save_every 20 --run_dir run "
+            f"--data.source jsonl:c4-{{split}}.*.json.gz --train.steps {steps}"
         )
-    found = metrics_of("run")
-    found[21] = {k: x for k, x in found[21].items() if k.startswith("train/")}
-    assert found == metrics_of(pretrained)
     assert_learns("run")
+    for name in ("train/loss", "training_eval/c4_v220_span_corruption/loss"):
+        assert values_of("run", name) == values_of(pretrained, name)
 
 
-# All jobs of fine-tuning compile one program.
-FINETUNE = PERIODS + (
-    "--data.inputs_length 64 --data.targets_length 16 --model.dropout 0 "
-    "--train.learning_rate 0.02 --train.eval_every 0 --train.save_every 50 "
-)
-
-
-def test_job_translation(pretrained, tmp_path, monkeypatch):
-    """BLEU in training and of evaluate.py agree, also for the same texts as TSV."""
-    monkeypatch.chdir(tmp_path)
+def test_job_translation(pretrained, here):
+    """evaluate.py gives the best checkpoint the BLEU that it had during training."""
     rows = [{"en": x, "de": " ".join(x.split()[::-1])} for x in sentences(80)]
-    splits = {"train": rows, "validation": rows[:10]}
-    for split, rows in splits.items():
-        write_jsonl(f"{split}.jsonl", rows)
+    for split, rows in {"train": rows, "validation": rows[:10]}.items():
+        Path(f"{split}.jsonl").write_bytes(b"".join(map(infer.to_json, rows)))
         lines = ["en\tde", *("\t".join(row.values()) for row in rows)]
         Path(f"{split}.tsv").write_text("\n".join(lines))
     run(
-        *("train --config small_wmt_finetune --run_dir wmt --init_from", pretrained),
-        *(FINETUNE, "--data.source jsonl:{split}.jsonl --train.steps 1000150"),
-        "--train.infer_every 50 --train.keep 1 --decode.beams 2",
+        f"train --config small_wmt_finetune --run_dir wmt --init_from {pretrained} "
+        f"{FINETUNE} --data.source jsonl:{{split}}.jsonl --train.steps 1000150 "
+        "--train.keep 1 --train.eval_batches 0 --decode.beams 2"
     )
     assert_learns("wmt")
     name = "inference_eval/wmt_t2t_ende_v003/bleu"
-    bleu = {step: row[name] for step, row in metrics_of("wmt").items() if name in row}
+    bleu = values_of("wmt", name)
     best = max(bleu, key=bleu.get)
-    assert bleu[best] > 90 and partition.resolve_step("wmt", "best") == best
-    assert {best, 1_000_150} == set(partition.Checkpoints("wmt").steps())
+    assert len(bleu) == 3 and bleu[best] > 90
+    assert set(partition.Checkpoints("wmt").steps()) == {best, 1_000_150}
     run(
-        "evaluate --run_dir wmt --step best --csv bleu.csv --plot bleu.png",
-        "--data.source tsv:{split}.tsv --output eval",
+        "evaluate --run_dir wmt --step best --csv bleu.csv --plot bleu.png "
+        "--data.source tsv:{split}.tsv --output eval"
     )
-    (line,) = map(json.loads, Path("eval/metrics.jsonl").read_text().splitlines())
-    assert line == {"step": best, name: pytest.approx(bleu[best])}
-    head, *lines = Path("bleu.csv").read_text().splitlines()
-    assert head == f"step,{name}" and len(lines) == 3
-    assert Path("bleu.png").stat().st_size > 10_000
-    written = Path(f"eval/wmt_t2t_ende_v003-{best:08}.jsonl").read_text().splitlines()
-    expected = f"translate English to German: {sentences(1)[0]}"
-    assert json.loads(written[0])["inputs"] == expected
+    assert values_of("eval", name) == {best: pytest.approx(bleu[best])}
+    line = Path(f"eval/wmt_t2t_ende_v003-{best:08}.jsonl").read_text().splitlines()[0]
+    assert json.loads(line)["inputs"] == f"translate English to German: {rows[0]['en']}"
+    assert Path("bleu.csv").exists() and Path("bleu.png").exists()
 
 
-@pytest.fixture(scope="session")
-def glue(pretrained, tmp_path_factory):
-    """A run of small_glue_finetune, and the folder of its datasets."""
-    folder = tmp_path_factory.mktemp("glue")
-    names = dict(cola="sentence", sst2="sentence", mrpc="sentence1 sentence2")
-    names |= dict(qqp="question1 question2", qnli="question sentence")
-    names |= dict(rte="sentence1 sentence2", mnli="premise hypothesis")
-    names |= dict(stsb="sentence1 sentence2")
-    for name, keys in names.items():
+def test_job_glue(pretrained, here):
+    """A mixture of eight tasks is trained and STS-B evaluated, and afterwards two tasks."""
+    fields = {
+        **dict.fromkeys(("cola", "sst2"), ["sentence"]),
+        **dict.fromkeys(("mrpc", "rte", "stsb"), ["sentence1", "sentence2"]),
+        "qqp": ["question1", "question2"],
+        "qnli": ["question", "sentence"],
+        "mnli": ["premise", "hypothesis"],
+    }
+    for name, keys in fields.items():
         rows = [
-            {key: x[i : i + 9] for i, key in enumerate(keys.split())}
-            | {"label": i % 2 + (0.5 if name == "stsb" else 0), "idx": i}
+            dict.fromkeys(keys, x) | {"label": i % 2 * (1.0 if name == "stsb" else 1)}
             for i, x in enumerate(sentences(20))
         ]
-        write_tfds(folder / f"glue/{name}/1.0.0", train=rows, validation=rows[:8])
+        write_dataset(here / f"glue/{name}/1.0.0", rows, rows[:8])
     run(
-        *("train --config small_glue_finetune --run_dir", folder / "run"),
-        *("--init_from", pretrained, FINETUNE, "--data.tfds_dir", folder),
-        "--train.steps 1000050 --train.infer_every 50",
+        f"train --config small_glue_finetune --run_dir glue/run --init_from {pretrained} "
+        f"{FINETUNE} --data.tfds_dir {here} --train.steps 1000050"
     )
-    return folder
+    assert_learns("glue/run")
+    rows = [{"passage": "alpha", "question": "beta", "label": i} for i in (0, 1)]
+    write_dataset(here / "super_glue/boolq/1.0.2", rows, rows)
+    for flags in ("glue_rte_v002", "super_glue_boolq_v102 --mode rank"):
+        run(f"evaluate --run_dir glue/run --output glue/run --tasks {flags}")
+    names = [name.split("/") for name in evaluate.read_metrics(["glue/run"])[1_000_050]]
+    metrics = [tuple(name[1:]) for name in names if name[0] == "inference_eval"]
+    stsb, rte, boolq = "glue_stsb_v002", "glue_rte_v002", "super_glue_boolq_v102-rank"
+    assert metrics == [
+        *((stsb, "pearson_corrcoef"), (stsb, "spearman_corrcoef"), (rte, "accuracy")),
+        *((boolq, name) for name in ("accuracy", "f1", "auc-roc", "auc-pr")),
+    ]
 
 
-def test_job_glue(glue):
-    """A mixture of eight tasks is trained, and other tasks are evaluated than STS-B."""
-    assert_learns(glue / "run")
-    found = {name for row in metrics_of(glue / "run").values() for name in row}
-    assert {name.split("/")[1] for name in found if "_eval/" in name} == {
-        "glue_stsb_v002"
-    }
-    assert "inference_eval/glue_stsb_v002/spearman_corrcoef" in found
-    out = run("evaluate --tasks glue_rte_v002,glue_mrpc_v002 --run_dir", glue / "run")
-    assert re.findall(r"  (\w+) ", out) == ["accuracy", "f1", "accuracy"]
+def test_job_t0(pretrained, here):
+    """Adapt a model to language modeling, train it on P3, and evaluate by ranks.
 
-
-COPA = dict(premise="a", choice1="b", choice2="c", question="cause", idx=1)
-# (folder of TFDS, task, fields of an example, flags, metrics)
-OTHER_TASKS = [
-    (
-        "squad/v1.1/3.0.0",
-        "squad_v010_allanswers",
-        dict(question="who", context="alpha", answers=dict(text=["alpha", "beta"])),
-        "",
-        ["em", "f1"],
-    ),
-    (
-        "cnn_dailymail/3.4.0",
-        "cnn_dailymail_v002",
-        dict(article="alpha beta", highlights="alpha"),
-        "",
-        ["rouge1", "rouge2", "rougeLsum"],
-    ),
-    (
-        "super_glue/copa/1.0.2",
-        "super_glue_copa_v102",
-        COPA | dict(label=1),
-        "",
-        ["accuracy"],
-    ),
-    (
-        "super_glue/copa/1.0.2",
-        "super_glue_copa_v102",
-        COPA | dict(label=0),
-        "--mode rank --normalize",
-        ["accuracy"],
-    ),
-    (
-        "super_glue/copa/1.0.2",
-        "super_glue_copa_v102",
-        COPA | dict(label=0),
-        "--mode loss",
-        "loss accuracy cross_ent_loss z_loss content_loss bits_per_byte".split(),
-    ),
-]
-
-
-@pytest.mark.parametrize("folder, task, row, flags, metrics", OTHER_TASKS)
-def test_job_evaluate_on_another_task(folder, task, row, flags, metrics, glue, tmp_path):
-    write_tfds(tmp_path / folder, validation=[row] * 3)
-    out = run(
-        *("evaluate --tasks", task, flags, "--output", tmp_path, "--run_dir"),
-        *(glue / "run", "--data.tfds_dir", tmp_path),
+    The adaptation begins at the learning rate with which a million steps end.
+    """
+    run(
+        f"train --config small_lm_adapt --run_dir lm --init_from {pretrained} {PERIODS} "
+        f"--data.tfds_dir {pretrained.parent}/tfds --data.inputs_length 32 "
+        "--data.targets_length 16 --train.steps 1000020 --train.eval_every 20"
     )
-    assert re.findall(r"^  (\w+) ", out, re.M) == metrics
-    (line,) = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert line["step"] == 1_000_050 and len(line) == 1 + len(metrics)
-
-
-def test_job_t0(pretrained, tmp_path):
-    """Train on T0's mixture of P3 in caches of SeqIO, and evaluate by ranks."""
-    tokenizer = data.load_tokenizer(configs.load_run(pretrained)[0], pretrained)
+    assert [*values_of("lm", "training_eval/c4_v220_prefix_lm/loss")] == [1_000_020]
+    rates = [*values_of("lm", "train/learning_rate").values()]
+    assert rates == pytest.approx([1e-3] * 20, rel=1e-4)
 
     def example(inputs, targets, **more):
-        ids = [x.tolist() for x in tokenizer.encode([inputs, targets])]
+        ids = {"inputs": [7], "targets": [7]}
         texts = {"inputs_pretokenized": inputs, "targets_pretokenized": targets}
-        return {"inputs": ids[0], "targets": [*ids[1], 1], **texts, **more}
+        return ids | texts | more
 
     for name in ("imdb_good", "trec_which", "ag_news_what"):
-        rows = [example(f"{name} {line}", line[:9]) for line in sentences(30)]
-        write_seqio_cache(tmp_path / name, "train", rows)
+        rows = [example(line, line[:6]) for line in sentences(30)]
+        write_seqio_cache(here / name, "train", rows)
     rows = [
-        example(x, x[6 * j :][:9], idx=[i, j], is_correct=[int(j == 0)])
+        example(x, x[6 * j :][:6], idx=[i, j], is_correct=[int(j == 0)])
         for i, x in enumerate(sentences(6))
         for j in (0, 1)
     ]
-    write_seqio_cache(tmp_path / "super_glue_copa_a_score_eval", "validation", rows)
+    write_seqio_cache(here / "super_glue_copa_a_score_eval", "validation", rows)
     run(
-        *(
-            "train --config small_t0 --init_from",
-            pretrained,
-            "--run_dir",
-            tmp_path / "run",
-        ),
-        *(FINETUNE, f"--data.source seqio:{tmp_path} --train.microbatches 2"),
-        "--train.steps 1100060",
+        f"train --config small_t0 --init_from lm --run_dir run {FINETUNE} "
+        f"--data.source seqio:{here} --train.microbatches 1 --train.steps 1100100"
     )
-    assert_learns(tmp_path / "run")
-    out = run(
-        *("evaluate --mode rank --tasks t0_eval_score_eval --run_dir", tmp_path / "run"),
-    )
-    assert re.findall(r"(\w+) +100.0000", out) == ["accuracy"]
+    assert_learns("run")
+    run("evaluate --run_dir run --output eval --mode rank --tasks t0_eval_score_eval")
+    name = "inference_eval/super_glue_copa_a_score_eval-rank/accuracy"
+    assert values_of("eval", name) == {1_100_100: 100.0}
 
 
 OWN = """
 from dataclasses import replace
+import evaluate
 from configs import RECIPES
 from data import Task, template
 
 class Letters:
+    letters = "abcdefghijklmnopqrstuvwxyz ?"
     size = 3 + 28
     def encode(self, text):
-        return [3 + "abcdefghijklmnopqrstuvwxyz ?".index(x) for x in text.lower()]
+        return [3 + self.letters.index(x) for x in text]
     def decode(self, ids):
-        return "".join("abcdefghijklmnopqrstuvwxyz ?"[i - 3] for i in ids)
+        return "".join(self.letters[i - 3] for i in ids)
 
-def wer(targets, predictions):
-    return {"wer": 100 * sum(map(str.__ne__, targets, predictions)) / len(targets)}
+def wrong(targets, predictions):
+    return {"wrong": 100 * sum(map(str.__ne__, targets, predictions)) / len(targets)}
 
-wer.lower_is_better = True
+def yes(example):
+    return [{"inputs": example["a"], "targets": "yes", "answer_choices": ["no", "yes"]}]
+
+evaluate.LOWER_IS_BETTER.add("wrong")
 VOCABULARY = Letters()
-METRICS = {"wer": wer}
+METRICS = {"wrong": wrong}
 TASKS = {
-    "next": Task("csv:{split}.csv", template("{text} ?", "{next}"), ("wer",)),
-    "kind": Task("csv:{split}.csv", lambda x: [
-        {"inputs": x["text"], "targets": "yes", "answer_choices": ["no", "yes"]}]),
+    "next": Task("csv:{split}.csv", template("{a} ?", "{b}"), ("wrong",)),
+    "yes": Task("csv:{split}.csv", yes),
 }
-MIXTURES = {"both": {"next": 3.0, "kind": 1.0}}
+MIXTURES = {"both": {"next": 3.0, "yes": 1.0}}
 recipe = RECIPES["small_pairs"]
 CONFIG = replace(recipe, data=replace(recipe.data, task="both"))
 """
 
 
-def test_job_own_tasks_metric_mixture_and_vocabulary(tmp_path, monkeypatch):
+def test_job_own_tasks_mixture_metric_and_vocabulary(here):
     """They stand in a recipe file, of which the run keeps a copy for all commands."""
-    monkeypatch.chdir(tmp_path)
     for split in ("train", "validation"):
-        rows = [f"{a},{b}" for a, b in zip(WORDS, WORDS[1:])]
-        Path(f"{split}.csv").write_text("\n".join(["text,next", *rows]))
+        rows = ["a,b", *map(",".join, zip(WORDS, WORDS[1:]))]
+        Path(f"{split}.csv").write_text("\n".join(rows))
     Path("mine.py").write_text(OWN)
     run(
-        *("train --config mine.py", TOY, FINETUNE, "--train.infer_every 50"),
-        "--train.steps 1000100 --train.keep_best inference_eval/next/wer --train.keep 1",
+        f"train --config mine.py {SIZE} {FINETUNE} --train.eval_batches 0 --train.keep 1 "
+        "--train.steps 1000100 --train.keep_best inference_eval/next/wrong"
     )
     Path("mine.py").unlink()
     assert_learns("runs/mine")
-    wer = {
-        step: row["inference_eval/next/wer"]
-        for step, row in metrics_of("runs/mine").items()
-        if "inference_eval/next/wer" in row
-    }
-    assert partition.resolve_step("runs/mine", "best") == min(wer, key=wer.get)
-    out = run("evaluate --run_dir runs/mine --tasks next,kind --step best")
-    assert f"{min(wer.values()):.4f}" in out
-    out = run("evaluate --run_dir runs/mine --tasks kind --mode rank")
-    assert "100.0000" in out
-    assert run("infer --run_dir runs/mine alpha --decode.max_len 4") == "yes\n"
+    name = "inference_eval/next/wrong"
+    wrong = values_of("runs/mine", name)
+    best = min(wrong, key=wrong.get)
+    run("evaluate --run_dir runs/mine --tasks next --step best --output eval")
+    assert values_of("eval", name) == {best: wrong[best]}
+    assert "100.0000" in run("evaluate --run_dir runs/mine --tasks yes --mode rank")
+    assert run("infer --run_dir runs/mine alpha") == "yes\n"
 
 
-def test_job_own_language_with_an_own_vocabulary_for_transformers(tmp_path, monkeypatch):
-    """transformers gives the same ids, and generates the same text, as plain T5."""
-    monkeypatch.chdir(tmp_path)
-    for i in range(3):
-        text = "\n".join(sentences(100, i)).replace("a", "ă")
-        Path(f"{i}.txt.gz").write_bytes(gzip.compress(text.encode()))
-    run(
-        *("train --config base_ro --run_dir ro", TOY, PERIODS, "--train.eval_every 60"),
-        "--data.source text:*.txt.gz --train.steps 60",
-    )
+def test_job_own_language_for_transformers(here, monkeypatch):
+    """transformers gives the same ids of an own vocabulary, and the same greedy output."""
+    for name in ("a.txt.gz", "b.txt.gz"):
+        with gzip.open(name, "wt") as file:
+            file.write("\n".join(sentences(200)).replace("a", "ă"))
+    run(f"train --config base_ro --run_dir ro {TOY} --data.source text:*.txt.gz")
     assert_learns("ro")
     convert.convert("ro", "hf", to="hf")
     transformers = pytest.importorskip("transformers", reason="pip install '.[parity]'")
     theirs = transformers.T5ForConditionalGeneration.from_pretrained("hf")
-    tokenizer = transformers.AutoTokenizer.from_pretrained("hf")
     text = "alphă <extra_id_0> gămmă deltă <extra_id_1>"
-    ids = tokenizer(text, return_tensors="pt").input_ids
-    cfg, _ = configs.load_run("ro")
-    (expected,) = data.load_tokenizer(cfg, "ro").encode([text])
-    assert ids.tolist() == [[*expected, data.EOS]]
-    (output,) = theirs.generate(ids, max_new_tokens=16, do_sample=False)
-    output = tokenizer.decode(output[1:]).removesuffix("</s>")
+    ids = transformers.AutoTokenizer.from_pretrained("hf")(text, return_tensors="pt")
+    tokenizer = data.load_tokenizer(configs.load_run("ro")[0], "ro")
+    assert ids.input_ids.tolist() == [[*tokenizer.encode([text])[0], data.EOS]]
+    (output,) = theirs.generate(**ids, max_new_tokens=16, do_sample=False)
     monkeypatch.setattr(sys, "stdin", [text])
-    assert run("infer --run_dir ro --raw --decode.max_len 16") == f"{output}\n"
+    assert run("infer --run_dir ro --raw") == f"{tokenizer.decode(output[1:])}\n"
 
 
-def test_job_lm_adaptation(pretrained, tmp_path):
-    """It continues a pretrained model at the learning rate with which that ended."""
-    run(
-        *("train --config small_lm_adapt --run_dir", tmp_path, "--init_from", pretrained),
-        *(
-            "--data.tfds_dir",
-            pretrained.parent / "tfds",
-            PERIODS,
-            "--train.eval_every 20",
-        ),
-        "--data.inputs_length 32 --data.targets_length 32 --train.steps 1000020",
-    )
-    metrics = metrics_of(tmp_path)
-    assert "training_eval/c4_v220_prefix_lm/loss" in metrics[1_000_020]
-    for step in range(1_000_001, 1_000_021):
-        assert metrics[step]["train/learning_rate"] == pytest.approx(1e-3, rel=1e-4)
+def test_job_answer_a_file_on_two_machines(pretrained, here):
+    rows = [{"id": i, "inputs": line} for i, line in enumerate(sentences(7))]
+    Path("in.jsonl").write_bytes(b"".join(map(infer.to_json, rows)))
+    for shard in ("0/1", "0/2", "1/2"):
+        flags = f"--input in.jsonl --output {shard.replace('/', 'of')} --shard {shard}"
+        run(f"infer --run_dir {pretrained} {flags}")
+    whole, *halves = (Path(x).read_text().splitlines() for x in ("0of1", "0of2", "1of2"))
+    assert [json.loads(line)["id"] for line in whole] == [*range(7)]
+    assert halves == [whole[::2], whole[1::2]]
 
 
-@pytest.mark.parametrize("mode", ["predict", "score", "encode"])
-def test_job_offline_inference_of_a_file_by_three_machines(mode, pretrained, tmp_path):
-    """Each line has the same result as on one machine."""
-    rows = [{"inputs": x, "targets": x[:3], "id": i} for i, x in enumerate(sentences(7))]
-    write_jsonl(tmp_path / "in.jsonl.gz", rows)
-    found = {}
-    for shard in ("0/1", "0/3", "1/3", "2/3"):
-        output = tmp_path / shard.replace("/", "-")
-        run(
-            *("infer --run_dir", pretrained, "--mode", mode, "--shard", shard),
-            *("--input", tmp_path / "in.jsonl.gz", "--output", output),
-        )
-        found[shard] = [json.loads(line) for line in output.read_text().splitlines()]
-    key = {"predict": "prediction", "score": "score", "encode": "vector"}[mode]
-    whole = found["0/1"]
-    assert [{k: x for k, x in line.items() if k != key} for line in whole] == rows
-    for i in range(3):
-        for line, other in zip(whole[i::3], found[f"{i}/3"], strict=True):
-            assert line == other | {key: pytest.approx(other[key], rel=1e-5)}
+# ---- survival --------------------------------------------------------------------------
+
+
+def kill_when(folder, pattern, size, *args):
+    """Start a script, and kill it when a matching file has so many bytes."""
+    process = start(*args)
+    while process.poll() is None:
+        with contextlib.suppress(FileNotFoundError):
+            if any(path.stat().st_size >= size for path in folder.glob(pattern)):
+                process.kill()
+    process.communicate()
+
+
+@slow
+def test_a_killed_inference_continues_where_it_stopped(pretrained, tmp_path):
+    """The file is that of a command that was not killed, also if a line was torn."""
+    rows = [{"inputs": f"{i} {line}"} for i, line in enumerate(sentences(3000))]
+    (tmp_path / "in.jsonl").write_bytes(b"".join(map(infer.to_json, rows)))
+    flags = "infer.py", "--run_dir", pretrained, "--input", tmp_path / "in.jsonl"
+    command(*flags, "--output", tmp_path / "whole")
+    for size in (1, 40_000, 120_000):
+        kill_when(tmp_path, "out.*.partial", size, *flags, "--output", tmp_path / "out")
+        (partial,) = tmp_path.glob("out.*.partial")
+        partial.write_bytes(partial.read_bytes()[:-3])
+    command(*flags, "--output", tmp_path / "out")
+    assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
+    assert not list(tmp_path.glob("*.partial"))
+
+
+@slow
+@pytest.mark.parametrize("to", ["hf", "t5x"])
+def test_a_killed_conversion_leaves_no_folder(to, pretrained, tmp_path):
+    def contents(folder):
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        return {path.relative_to(folder): path.read_bytes() for path in files}
+
+    command("convert.py", pretrained, tmp_path / "whole", "--to", to)
+    for i, inside in enumerate(("", "/*", "/*/*")):
+        target = tmp_path / f"{i}"
+        flags = "convert.py", pretrained, target, "--to", to
+        kill_when(tmp_path, f".{i}.tmp*{inside}", 0, *flags)
+        if not target.exists():
+            command(*flags)
+        assert contents(target) == contents(tmp_path / "whole")
+
+
+@slow
+def test_the_eight_scripts_need_no_other_file(tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    for name in "configs data partition model infer evaluate train convert".split():
+        shutil.copy(HERE / f"{name}.py", tmp_path)
+    do = functools.partial(command, cwd=tmp_path)
+    for steps in (3, 6):
+        do("train.py", "--train.steps", steps, "--train.eval_every", 3)
+    assert partition.Checkpoints(tmp_path / "runs/tiny").steps() == [3, 6]
+    do("evaluate.py", "--run_dir", "runs/tiny")
+    do("convert.py", "runs/tiny", "hf", "--to", "hf")
+    do("convert.py", "hf", "back")
+    flags = "--decode.max_len", 8, "Return the <extra_id_0> of the list."
+    answer = do("infer.py", "--run_dir", "runs/tiny", *flags).stdout
+    assert answer.startswith("Return the ")
+    assert do("infer.py", "--run_dir", "back", *flags).stdout == answer
+
+
+# ---- wrong commands --------------------------------------------------------------------
+
+# (command, what its message names). The files are those of the test.
+WRONG = [
+    ("train --data.source jsonl:pairs.jsonl", "pairs.jsonl.*text"),
+    ("train --data.source text:cut.txt.gz", "cut.txt.gz"),
+    ("train --data.task text_to_text --data.source tsv:qa.tsv", "qa.tsv.*question"),
+    ("train --data.task text_to_text", "source"),
+    ("train --data.task glue_rte_v2", "glue_rte_v2"),
+    ("train --config small_c4 --data.tfds_dir .", "c4/en"),
+    ("train --config small_t0", "--data.source seqio"),
+    ("train --data.vocab none.model", "none.model"),
+    ("evaluate --run_dir nothing", "nothing"),
+    ("evaluate --run_dir RUN --tasks nothing", "nothing"),
+    ("evaluate --run_dir RUN --split dev", "dev"),
+    ("evaluate --run_dir RUN --mode rank", "c4_v220_span_corruption"),
+    ("evaluate --run_dir RUN --step 7", "step 7"),
+    ("evaluate --run_dir RUN --step best", "step best"),
+    ("evaluate --run_dir RUN --tasks jsonl:pairs.jsonl --mode rank", "Example 0"),
+    ("infer --run_dir RUN --input pairs.jsonl", "--output"),
+    ("infer --run_dir RUN --input cut.jsonl --output out", "cut.jsonl:2"),
+    ("infer --run_dir RUN --input texts.jsonl --output out", "inputs"),
+    ("infer --run_dir RUN --input pairs.jsonl --output cut.jsonl", "cut.jsonl"),
+]
+
+
+@pytest.mark.parametrize("wrong, named", WRONG)
+def test_a_wrong_command_names_what_is_wrong(
+    wrong, named, pretrained, here, monkeypatch, capsys
+):
+    monkeypatch.setattr(train, "lower_step", lambda *_: (None, None))  # takes a second
+    pair = '{"inputs": "a", "targets": "b"}\n'
+    Path("pairs.jsonl").write_text(pair)
+    Path("texts.jsonl").write_text('{"text": "alpha"}\n')
+    Path("cut.jsonl").write_text(pair + pair[:9])
+    Path("cut.txt.gz").write_bytes(gzip.compress(bytes(range(255)))[:99])
+    Path("qa.tsv").write_text("question\tanswer\na\tb\n")
+    with pytest.raises((SystemExit, Exception)) as error:
+        run(wrong.replace("RUN", str(pretrained)))
+    said = f"{error.value} {capsys.readouterr().err}"
+    assert re.search(named, said, re.S), said

@@ -21,7 +21,7 @@ import math
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
@@ -41,7 +41,7 @@ import evaluate
 import infer
 import model
 import partition
-from configs import Config, TrainConfig, UserError
+from configs import Config, DistributedConfig, TrainConfig, UserError
 
 try:
     from tensorboardX import SummaryWriter
@@ -341,10 +341,10 @@ class Evaluations:
                 continue
             self.held_out[name] = batches
             self.with_metrics += [name] if data.find_task(name, cfg).metrics else []
+            baseline = data.unigram_loss(batches, tokenizer)
             print(
-                f"unigram  {data.unigram_loss(batches, tokenizer):.3f} nats per content "
-                f"token of held-out {name}: the loss of a model that knows only how "
-                f"often each token occurs"
+                f"unigram  {baseline:.3f} nats per content token of held-out {name}, for "
+                f"a model that knows only how often each token occurs"
             )
 
     def __call__(self, step: int, params: dict) -> bool:
@@ -435,7 +435,9 @@ def open_tokenizer(
     if partition.is_main_process() and not own:
         folder = configs.to_path(configs.run_of(source)) if source else None
     tokenizer = data.load_tokenizer(cfg, folder)
-    if own and tokenizer.sha256 != configs.load_run(run_dir)[1]["vocabulary"]:
+    if own and tokenizer.sha256 != configs.load_run(run_dir)[1].get(
+        "vocabulary", tokenizer.sha256
+    ):
         raise UserError(f"{run_dir} has another vocabulary than at its beginning.")
     if partition.is_main_process():
         tokenizer.save(run_dir)
@@ -483,14 +485,16 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, source: str) -> Run:
     resumes = own or (source and t.restore == "all")
     step = int(folder.name[5:]) if resumes else t.start_step
     if not own and step >= t.steps:
-        raise UserError(f"A new run at step {step} needs --train.steps above {t.steps}.")
+        raise UserError(
+            f"A new run at step {step} needs --train.steps above {step}, not {t.steps}."
+        )
     mesh = partition.set_mesh(cfg)
     template, lowered = lower_step(cfg, mesh)
     print(f"model    {model.describe_model(cfg)}")
     print(
         f"devices  {mesh.size} x {mesh.devices.flat[0].device_kind}, {dict(mesh.shape)}"
     )
-    print(f"start    step {step:,} of {folder or 'a new model'}")
+    print(f"start    step {step:,}, {folder or 'random weights'}")
     tokenizer = partition.main_process_first(
         lambda: open_tokenizer(cfg, run_dir, own, source)
     )
@@ -623,7 +627,8 @@ def main() -> None:
     options = configs.parse(Options)
     run_dir = configs.to_path(options.run_dir)
     partition.start_jax(options.cfg)
-    partition.check_same(options)
+    shared = replace(options.cfg, distributed=DistributedConfig())
+    partition.check_same(replace(options, cfg=shared))
     with lock(run_dir):
         train(options.cfg, run_dir, options.config, options.init_from)
 

@@ -6,7 +6,6 @@ from functools import partial
 
 import configs
 from data import File
-from extras import tfrecord
 
 
 def open_hf(name: str, split: str, cfg: configs.Config) -> list[File]:
@@ -25,6 +24,8 @@ def open_tfds(name: str, split: str, cfg: configs.Config) -> list[File]:
     """Open a dataset of TFDS, such as glue/rte:1.0.0, without TensorFlow."""
     import tensorflow_datasets as tfds
 
+    from extras import tfrecord
+
     home = cfg.data.tfds_dir or os.environ.get("TFDS_DATA_DIR") or "~/tensorflow_datasets"
     folder = configs.to_path(os.path.expanduser(home)) / re.sub(":(?!//)", "/", name)
     found = [*folder.glob("dataset_info.json"), *folder.glob("*/dataset_info.json")]
@@ -36,6 +37,12 @@ def open_tfds(name: str, split: str, cfg: configs.Config) -> list[File]:
     # Without a version in the name, the newest one: 1.10.0 is newer than 1.9.0.
     folders = [path.parent for path in found]
     folder = max(folders, key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
+    # TFDS imports the modules that this file names, which may be foreign code.
+    classes = re.findall(
+        '"pythonClassName": "(.*?)"', (folder / "features.json").read_text()
+    )
+    if not all(name.startswith("tensorflow_datasets.") for name in classes):
+        raise configs.UserError(f"{folder}/features.json names other code: {classes}.")
     builder = tfds.builder_from_directory(folder)
     if split not in builder.info.splits:
         return []
@@ -51,4 +58,6 @@ def open_tfds(name: str, split: str, cfg: configs.Config) -> list[File]:
 
 def open_seqio(name: str, split: str, cfg: configs.Config) -> list[File]:
     """Open a folder, or a pattern of folders, with the cache of a task."""
+    from extras import tfrecord
+
     return [File(*pair) for pair in tfrecord.seqio_files(name, split).items()]

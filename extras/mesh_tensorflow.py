@@ -28,7 +28,7 @@ RENAMES = {
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
-    """Read an integer of 7 bits in each byte. Returns the integer and the place after it."""
+    """Read an integer of 7 bits per byte. Returns the integer and the place after it."""
     number = shift = 0
     while data[at] & 128:
         number |= (data[at] & 127) << shift
@@ -51,10 +51,10 @@ def parse(message: bytes) -> dict[int, list]:
 
 
 def block(table: bytes, handle: bytes, path: Path) -> Iterator[tuple[bytes, bytes]]:
-    """Yield (key, value) of one block of a table. The handle has its offset and size.
+    """Yield (key, value) of a block of the table, whose offset and size the handle has.
 
-    A key omits the beginning that it shares with the key before it. The block ends with
-    a list of offsets, its type (0: not compressed) and its checksum.
+    A key omits the beginning that it shares with the key before it. After the entries
+    come a list of offsets, the type (0: not compressed) and the checksum.
     """
     offset, at = varint(handle, 0)
     end = offset + varint(handle, at)[0]
@@ -77,11 +77,8 @@ def read_tensors(prefix: Path) -> dict[str, np.ndarray]:
     table = path.read_bytes()
     footer = table[-48:]  # the handles of two blocks, of which the second is the index
     at = varint(footer, varint(footer, 0)[1])[1]
-    entries = [
-        entry
-        for _, handle in block(table, footer[at:], path)
-        for entry in block(table, handle, path)
-    ]
+    handles = [handle for _, handle in block(table, footer[at:], path)]
+    entries = [entry for handle in handles for entry in block(table, handle, path)]
     shards = parse(entries[0][1])[1][0]  # The first value is a header.
     arrays = {}
     for name, value in entries[1:]:
@@ -93,8 +90,7 @@ def read_tensors(prefix: Path) -> dict[str, np.ndarray]:
         if masked_crc(content) != entry[6] or 7 in entry or entry[1] not in TYPES:
             raise UserError(f"{file}: {name.decode()} is damaged, or not an array of T5.")
         shape = [parse(axis)[1][0] for axis in parse(entry.get(2, b"")).get(2, [])]
-        array = np.frombuffer(content, TYPES[entry[1]]).reshape(shape)
-        arrays[name.decode()] = array
+        arrays[name.decode()] = np.frombuffer(content, TYPES[entry[1]]).reshape(shape)
     return arrays
 
 

@@ -81,8 +81,8 @@ def write(weights, names: list[tuple], folder: Path, dtype: np.dtype) -> None:
         )
     if (cfg.relative_buckets, cfg.relative_max_distance) != (32, 128):
         print(
-            f"Set the numbers 32 and 128 in T5X's network.py to {cfg.relative_buckets} and "
-            f"{cfg.relative_max_distance}, because it does not read them from config.gin."
+            f"Set 32 and 128 in T5X's network.py to {cfg.relative_buckets} and "
+            f"{cfg.relative_max_distance}: it does not read them from config.gin."
         )
     tree = flax.traverse_util.unflatten_dict(tree, sep="/")
     content = flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})

@@ -1,15 +1,12 @@
-"""Data without a download: the documentation of Python, tasks about numbers, random ids.
+"""Data that a few lines compute: tasks about numbers, and random ids.
 
 The tasks by_rule_* are learned by a tiny model, and show how a recipe file defines tasks:
 
     python train.py --config tiny_finetune --init_from runs/tiny
 """
 
-import ast
-import functools
 import time
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -18,32 +15,13 @@ from data import Task, random_bits, template
 
 
 def read(source: str, cfg: Config) -> list[dict]:
-    """Return the documents of python:, python:COUNT or random:."""
+    """Return the documents of numbers:COUNT or random:."""
     kind, _, count = source.partition(":")
     if kind == "random":
         size = cfg.model.vocab_size - cfg.data.extra_ids - 3
         ids = 3 + random_bits(1 << 20, 0).reshape(256, -1) % np.uint64(size)
         return [{"text": row} for row in ids.astype(np.int32)]
-    if count:
-        return [number_fields(n) for n in range(int(count))]
-    return [{"text": text} for text in python_texts()]
-
-
-# ---- the documentation of Python -------------------------------------------------------
-
-
-@functools.cache
-def python_texts() -> list[str]:
-    """Return the pages of the manual, and the docstrings of each file of the library."""
-    from pydoc_data.topics import topics
-
-    texts = list(topics.values())
-    for path in sorted(Path(ast.__file__).parent.glob("*.py")):
-        nodes = ast.walk(ast.parse(path.read_bytes()))
-        kinds = ast.Module, ast.ClassDef, ast.FunctionDef
-        found = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
-        texts.append("\n\n".join(filter(None, found)))
-    return list(filter(None, texts))
+    return [number_fields(n) for n in range(int(count))]
 
 
 # ---- tasks about numbers ---------------------------------------------------------------
@@ -78,8 +56,8 @@ def number_fields(n: int) -> dict:
     }
 
 
-# The source python:10000 holds the fields of all numbers below 10,000.
-task = partial(Task, "python:10000", metrics=("accuracy",))
+# The source numbers:10000 holds the fields of all numbers below 10,000.
+task = partial(Task, "numbers:10000", metrics=("accuracy",))
 TASKS |= {
     "by_rule_words": task(template("number: {number}", "{words}")),
     "by_rule_digits": task(template("words: {words}", "{number}")),

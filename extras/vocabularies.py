@@ -1,47 +1,14 @@
-"""Vocabularies: train one, or use bytes, a tokenizer.json, or an object of a recipe file."""
+"""Other vocabularies: bytes, numbers, a tokenizer.json, or an object of a recipe file."""
 
-import io
-import itertools
 import json
 import re
 
 import fsspec
 import numpy as np
-import sentencepiece
 
 import configs
 import data
 from configs import Config, UserError
-
-
-def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes:
-    """Train a SentencePiece model on the beginning of the training texts."""
-    lines = []
-    readers = [data.read_task(name, "train", cfg) for name in data.trained_tasks(cfg)]
-    rows = itertools.zip_longest(*readers, fillvalue={})
-    for row in itertools.chain.from_iterable(rows):
-        for text in (row[key] for key in ("text", "inputs", "targets") if key in row):
-            lines += re.findall(".{1,4000}", text)  # SentencePiece skips longer lines
-            characters -= len(text)
-        if characters < 0:
-            break
-    print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=model,
-        vocab_size=size,
-        model_type="unigram",
-        pad_id=data.PAD,
-        eos_id=data.EOS,
-        unk_id=data.UNK,
-        bos_id=-1,
-        character_coverage=0.9999,
-        max_sentence_length=16_000,
-        minloglevel=2,
-        num_threads=4,  # fixed, because another number gives another vocabulary
-    )
-    return model.getvalue()
 
 
 class Bytes:
@@ -135,20 +102,17 @@ class JsonTokenizer(data.Tokenizer):
 
 def load(vocab: str, cfg: Config) -> data.Tokenizer:
     """Return the tokenizer of --data.vocab, unless it names a SentencePiece model."""
-    extra_ids, task = cfg.data.extra_ids, cfg.data.source or cfg.data.task
+    extra_ids = cfg.data.extra_ids
     if configs.VOCABULARY:
         return OwnTokenizer(configs.VOCABULARY[0], extra_ids)
-    if task.startswith("random"):
+    if vocab == "numbers":
         return OwnTokenizer(Numbers(cfg.model.vocab_size - extra_ids), extra_ids)
     if vocab == "bytes":
         # The published ByT5 has no extra ids: its sentinels are 11 bytes that UTF-8 lacks.
         return OwnTokenizer(Bytes(259 if extra_ids else 248), extra_ids or 11)
-    if vocab.startswith("train:"):
-        content = train_vocabulary(cfg, int(vocab.removeprefix("train:")))
-        return data.Tokenizer(content, extra_ids)
     if vocab.endswith(".json"):
         with fsspec.open(vocab) as file:
             return JsonTokenizer(file.read())
     raise UserError(
-        f"--data.vocab {vocab} is neither FILE.model nor tokenizer.json, bytes or train:N."
+        f"--data.vocab {vocab} is neither train:N nor FILE.model, FILE.json, bytes or numbers."
     )
