@@ -54,6 +54,7 @@ import model
 import partition
 import train
 from configs import Config, DataConfig, DecodeConfig, ModelConfig, TrainConfig, UserError
+from extras import t5_tasks, toys  # noqa: F401 (they add to TASKS and MIXTURES)
 
 HERE = Path(configs.__file__).parent
 slow = pytest.mark.slow
@@ -232,8 +233,6 @@ def write_seqio_cache(folder, split, examples, shards=2):
 @pytest.fixture
 def tables():
     """Forget the tasks, mixtures, metrics and vocabulary that a test adds."""
-    from extras import t5_tasks, toys  # noqa: F401 (they add tasks)
-
     tables = configs.TASKS, configs.MIXTURES, configs.METRICS
     before = [(table, dict(table)) for table in tables]
     yield
