@@ -21,6 +21,7 @@ import json
 import math
 import os
 import re
+import runpy
 import shutil
 import signal
 import socket
@@ -2564,13 +2565,22 @@ def answer(byte_run, tmp_path, monkeypatch, one_device):
     return run
 
 
+@pytest.fixture
+def begun(byte_run):
+    """A function that returns the path of the unfinished file of answer(NAME)."""
+    options = configs.parse(
+        infer.Options, ["--input", "in.jsonl", "--run_dir", str(byte_run)]
+    )
+    digest = infer.job_digest(options, 2, data.load_tokenizer(options.cfg))
+    return lambda output: Path(f"{output}.{digest}.partial")
+
+
 def test_each_line_gets_a_result_of_its_kind(answer):
-    lines = [json.loads(line) for line in answer("a.jsonl").splitlines()]
-    assert [{**x, "prediction": 0} for x in LINES] == [
-        {**x, "prediction": 0} for x in lines
+    lines = list(map(json.loads, answer("a.jsonl").splitlines()))
+    assert [x | {"prediction": 0} for x in lines] == [
+        x | {"prediction": 0} for x in LINES
     ]
-    kinds = [type(x["inputs"]) is type(x["prediction"]) for x in lines]
-    assert all(kinds) and isinstance(lines[4]["prediction"], list)
+    assert all(type(x["inputs"]) is type(x["prediction"]) for x in lines)
     scored = answer("b.jsonl", "--mode", "score").splitlines()
     assert all(json.loads(line)["score"] < 0 for line in scored)
     encoded = answer("c.jsonl", "--mode", "encode").splitlines()
@@ -2581,16 +2591,11 @@ def test_each_line_gets_a_result_of_its_kind(answer):
     assert best["scores"] == sorted(best["scores"], reverse=True)
 
 
-def test_a_job_that_was_killed_ends_with_the_same_file(answer, byte_run):
+def test_a_job_that_was_killed_ends_with_the_same_file(answer, begun):
     """Wherever its unfinished file was cut, and with another batch size."""
     whole = answer("a.jsonl")
-    options = configs.parse(
-        infer.Options, ["--input", "in.jsonl", "--run_dir", str(byte_run)]
-    )
-    tokenizer = data.load_tokenizer(options.cfg)
-    digest = infer.job_digest(options, 2, tokenizer)
     for cut in (0, 1, whole.index(b"\n"), whole.index(b"\n") + 1, 500, len(whole)):
-        Path(f"b.jsonl.{digest}.partial").write_bytes(whole[:cut])
+        begun("b.jsonl").write_bytes(whole[:cut])
         assert answer("b.jsonl", "--decode.batch_size", 3) == whole
         Path("b.jsonl").unlink()
     assert not list(Path().glob("*.partial"))
@@ -2598,38 +2603,23 @@ def test_a_job_that_was_killed_ends_with_the_same_file(answer, byte_run):
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        "--mode score",
-        "--step 1",
-        "--shard 1/2",
-        "--decode.beams 2",
-        "--data.inputs_length 9",
-    ],
+    ["--mode score", "--step 1", "--shard 1/2", "--decode.beams 2", "--train.seed 9"],
 )
-def test_another_job_does_not_continue_the_file(answer, byte_run, flags):
-    options = configs.parse(
-        infer.Options, ["--input", "in.jsonl", "--run_dir", str(byte_run)]
-    )
-    digest = infer.job_digest(options, 2, data.load_tokenizer(options.cfg))
-    begun = Path(f"a.jsonl.{digest}.partial")
-    begun.write_text(json.dumps(LINES[0] | {"prediction": "x"}) + "\n")
-    assert b'"x"' not in answer("a.jsonl", *flags.split()) and begun.exists()
+def test_another_job_does_not_continue_the_file(answer, begun, flags):
+    begun("a.jsonl").write_text(json.dumps(LINES[0] | {"prediction": "x"}) + "\n")
+    assert b'"x"' not in answer("a.jsonl", *flags.split())
+    assert begun("a.jsonl").exists()
 
 
-def test_files_of_other_inputs_and_finished_files_are_not_touched(answer, byte_run):
-    options = configs.parse(
-        infer.Options, ["--input", "in.jsonl", "--run_dir", str(byte_run)]
-    )
-    digest = infer.job_digest(options, 2, data.load_tokenizer(options.cfg))
-    begun = Path(f"a.jsonl.{digest}.partial")
-    begun.write_text('{"inputs": "other", "targets": "b"}\n')
+def test_files_of_other_inputs_and_finished_files_are_not_touched(answer, begun):
+    begun("a.jsonl").write_text('{"inputs": "other", "targets": "b"}\n')
     with pytest.raises(UserError, match="other inputs"):
         answer("a.jsonl")
-    begun.unlink()
+    begun("a.jsonl").unlink()
     answer("a.jsonl")
     with pytest.raises(UserError, match="exists"):
         answer("a.jsonl")
-    with open(f"b.jsonl.{digest}.partial", "w") as file:
+    with begun("b.jsonl").open("w") as file:
         infer.fcntl.flock(file, infer.fcntl.LOCK_EX)  # as a second, equal command does
         with pytest.raises(BlockingIOError):
             answer("b.jsonl")
@@ -2818,8 +2808,8 @@ def test_rank_classification_equals_that_of_t5():
     three = rank(ranked([{0}, {2}], [3, 3]), [1, 0, 0, 0, 1, 0], 3)
     assert three == {"accuracy": 50.0, "mean_3class_f1": pytest.approx(100 / 3)}
     # An example has the weight of its first choice, or without classes, of its answer.
-    weighted = [((0, 0), False, 1.0, 1), ((0, 1), True, 3.0, 1), *ranked([{0}], [2], {})]
-    weighted[2:] = [((1, j), *rest) for (_, j), *rest in weighted[2:]]
+    weighted = ranked([{1}, {0}], [2, 2])
+    weighted[1] = ((0, 1), True, 3.0, 1)
     assert rank(weighted, [0, 1, 0, 1], 2)["accuracy"] == 50.0
     assert rank(weighted, [0, 1, 0, 1]) == {"accuracy": 75.0}
     with pytest.raises(ValueError, match="idx"):
@@ -4397,8 +4387,8 @@ def here(tmp_path, monkeypatch):
 
 def values_of(run_dir, name):
     """Return {step: value} of a metric."""
-    table = evaluate.read_metrics([run_dir])
-    return {step: row[name] for step, row in table.items() if name in row}
+    rows = evaluate.read_metrics([run_dir]).items()
+    return {step: row[name] for step, row in rows if name in row}
 
 
 def assert_learns(run_dir):
@@ -4584,11 +4574,10 @@ def test_job_own_tasks_mixture_metric_and_vocabulary(here):
     )
     Path("mine.py").unlink()
     assert_learns("runs/mine")
-    name = "inference_eval/next/wrong"
-    wrong = values_of("runs/mine", name)
+    wrong = values_of("runs/mine", "inference_eval/next/wrong")
     best = min(wrong, key=wrong.get)
     run("evaluate --run_dir runs/mine --tasks next --step best --output eval")
-    assert values_of("eval", name) == {best: wrong[best]}
+    assert values_of("eval", "inference_eval/next/wrong") == {best: wrong[best]}
     assert "100.0000" in run("evaluate --run_dir runs/mine --tasks yes --mode rank")
     assert run("infer --run_dir runs/mine alpha") == "yes\n"
 
@@ -4728,3 +4717,33 @@ def test_a_wrong_command_names_what_is_wrong(
         run(wrong.replace("RUN", str(pretrained)))
     said = f"{error.value} {capsys.readouterr().err}"
     assert re.search(named, said, re.S), said
+
+
+# ---- forks -----------------------------------------------------------------------------
+
+FORKS = sorted((HERE / "forks").glob("*.patch"))
+
+
+def test_forks_are_short_and_apply(tmp_path):
+    """A fork is a patch of at most 60 changed lines, below what it changes and shows."""
+    assert len(FORKS) >= 12
+    for file in HERE.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    for patch in FORKS:
+        sentences, diff = patch.read_text().split("diff --git ", 1)
+        assert sentences.count(". ") + sentences.count(".\n") >= 2, patch.name
+        changed = re.findall(r"^[+-](?!\+\+ |-- )", diff, re.MULTILINE)
+        assert len(changed) <= 60, patch.name
+        env = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+        subprocess.run(
+            ["git", "apply", "--check", patch], cwd=tmp_path, env=env, check=True
+        )
+
+
+@slow
+@pytest.mark.parametrize("name", [patch.stem for patch in FORKS])
+def test_fork_trains(name, tmp_path):
+    """Each fork trains three steps of `tiny`, and then decodes a held-out example."""
+    run = types.SimpleNamespace(**runpy.run_path(HERE / "forks/run.py"))
+    tree = run.clone(name, tmp_path)
+    assert 0 < run.held_out_loss(tree, tmp_path / "run", steps=3, seed=0) < 10
