@@ -316,13 +316,16 @@ def parse(Kind: type, argv: list[str] | None = None):
     trains, run_dir = "init_from" in Kind.__dataclass_fields__, known.run_dir
     if trains and not run_dir:
         run_dir = f"runs/{Path(known.config or 'tiny').stem}"
-    is_run = run_dir and (to_path(run_dir) / "config.json").exists()
-    recipe, facts, resumes = known.config, {"init_from": ""}, False
+    path = to_path(run_dir)
+    resumes = bool(run_dir) and any(path.glob("checkpoints/step_*/complete"))
+    is_run = bool(run_dir) and (path / "config.json").exists()
+    if trains and not resumes and (known.config or not known.run_dir):
+        is_run = False  # A start that saved no checkpoint leaves nothing to resume.
+    recipe, facts = known.config, {"init_from": ""}
     if is_run:
         stored, facts = load_run(run_dir)
-        resumes = any(to_path(run_dir).glob("checkpoints/step_*/complete"))
-        if not recipe and (to_path(run_dir) / "recipe.py").exists():
-            recipe = str(to_path(run_dir) / "recipe.py")
+        if not recipe and (path / "recipe.py").exists():
+            recipe = str(path / "recipe.py")
         if recipe.endswith(".py"):
             load_recipe(recipe)  # for its tasks
     if is_run and not (trains and known.config):
@@ -375,14 +378,14 @@ def refuse_differences(cfg: Config, other: Config, free: list[str], what: str) -
     """Stop if two Configs differ in a setting that is not free."""
     old = flat(other)
     different = [
-        f"--{name} {value} (not {old[name]})"
+        f"--{name} {old[name]} (not {value})"
         for name, value in flat(cfg).items()
         if value != old[name] and not {name, name.split(".")[0]} & set(free)
     ]
     if different:
         raise UserError(
-            f"{what} has other settings than {', '.join(different)}. Leave these "
-            f"unchanged, or start another run with another --run_dir."
+            f"{what} has {', '.join(different)}: leave these settings as they are, or start "
+            f"a run without it."
         )
 
 

@@ -144,16 +144,20 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
             break
     print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=model,
-        vocab_size=size,
-        **dict(pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1),
-        character_coverage=0.9999,
-        max_sentence_length=16_000,
-        minloglevel=2,
-        num_threads=4,  # fixed, because another number gives another vocabulary
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            vocab_size=size,
+            **dict(pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1),
+            character_coverage=0.9999,
+            max_sentence_length=16_000,
+            minloglevel=2,
+            num_threads=4,  # fixed, because another number gives another vocabulary
+        )
+    except RuntimeError as error:  # too little text, for example
+        source = cfg.data.source or cfg.data.task
+        raise UserError(f"--data.vocab {cfg.data.vocab} of {source}: {error}") from None
     return model.getvalue()
 
 
@@ -629,7 +633,9 @@ def open_source(source: str, split: str, cfg: Config) -> list[File]:
             for paths, sizes in [zip(*same)]
         ]
     else:
-        raise UserError(f"{source!r} is not a source: write KIND:NAME, as in jsonl:FILE.")
+        raise UserError(
+            f"{source!r} is no --data.source: write KIND:NAME, as in jsonl:FILE."
+        )
     if not files and (filled == name or split == "train"):
         raise UserError(f"No file matches {filled}.")
     if filled != name or cfg.data.validation_source:
@@ -721,7 +727,7 @@ def template(inputs: str, targets: str, labels: tuple = ()) -> Callable:
 
     def fill(example):
         if labels:
-            label = example.get("label", -1)  # -1 is unknown: <unk>, as in t5
+            label = int(example.get("label", -1))  # -1 is unknown: <unk>, as in t5
             example = example | {"label": "<unk>" if label == -1 else labels[label]}
         kept = {"idx": example["idx"]} if "idx" in example else {}
         texts = [text.format_map(example) for text in (inputs, targets)]

@@ -459,13 +459,16 @@ def write_plot(path: str, table: dict) -> None:
         "learning rate": "train/learning_rate",
     }
     names = sorted({name for row in table.values() for name in row})
-    figure = Figure(figsize=(8, 12), layout="tight")
-    for axis, (title, pattern) in zip(figure.subplots(4, sharex=True), panels.items()):
+    found = {k: [*filter(re.compile(panels[k]).fullmatch, names)] for k in panels}
+    found = {title: lines for title, lines in found.items() if lines}
+    figure = Figure(figsize=(8, 3 * len(found)), layout="tight")
+    axes = figure.subplots(len(found), sharex=True, squeeze=False)[:, 0]
+    for axis, (title, lines) in zip(axes, found.items()):
         axis.set_ylabel(title)
-        for name in filter(re.compile(pattern).fullmatch, names):
+        for name in lines:
             points = [(step, row[name]) for step, row in table.items() if name in row]
             axis.plot(*zip(*points), ".-", label=name)
-            axis.legend(fontsize="small")
+        axis.legend(fontsize="small")
     axis.set_xlabel("training step")
     figure.savefig(path, dpi=120)
 

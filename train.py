@@ -478,6 +478,8 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, source: str) -> Run:
     source: the run or the checkpoint with whose weights a new run starts, or "".
     """
     t = cfg.train
+    for name in data.eval_tasks(cfg):
+        data.find_task(name, cfg)  # An unknown task must not stop a run hours later.
     own = partition.newest_checkpoint(run_dir)
     folder = own or (partition.newest_checkpoint(source) if source else None)
     if source and not folder:
