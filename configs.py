@@ -283,7 +283,8 @@ def load_recipe(name: str) -> Config:
     program = runpy.run_path(name)
     for table in ("TASKS", "MIXTURES", "METRICS"):
         globals()[table].update(program.get(table, {}))
-    VOCABULARY[:] = [program["VOCABULARY"]] if "VOCABULARY" in program else []
+    own = program.get("VOCABULARY", VOCABULARY)  # It may have come with an import of *.
+    VOCABULARY[:] = [] if own is VOCABULARY else [own]
     return program["CONFIG"]
 
 

@@ -136,10 +136,7 @@ def compute_metrics(task: data.Task, lines: list[dict]) -> dict:
 
 
 def check_metrics(name: str, task: data.Task, rows: list, targets: list, written: list):
-    """Compute the metrics of a perfect model, before anything is generated.
-
-    written: the targets as the model can write them, with its vocabulary and length.
-    """
+    """Compute the metrics of a perfect model. written: the targets as it can write them."""
     best = compute_metrics(task, result_lines(task, rows, targets, targets))
     possible = compute_metrics(task, result_lines(task, rows, targets, written))
     if str(possible) != str(best):
