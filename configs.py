@@ -6,8 +6,6 @@ such as `--train.steps 500` that change single settings.
 
     python configs.py             list the recipes
     python configs.py small_c4    print every setting of a recipe
-
-train.py writes the Config to RUN_DIR/config.json, from which the other commands read it.
 """
 
 import argparse
@@ -204,11 +202,6 @@ TINY_TRAIN = TrainConfig(
     schedule="constant * linear_warmup * cosine_decay", eval_every=300, save_every=500)
 C4 = DataConfig(task="c4_v220_span_corruption")
 C4_TRAIN = TrainConfig(steps=100_000, batch_size=256, eval_every=2000)
-WMT = DataConfig(task="wmt_t2t_ende_v003", inputs_length=256, targets_length=256)
-BLEU = "inference_eval/wmt_t2t_ende_v003/bleu"
-BEAMS = DecodeConfig(beams=4, batch_size=64)
-RO = DataConfig("hf:dumitrescustefan/rlm", vocab="train:63900", targets_length=256)
-RO_TRAIN = TrainConfig(steps=2_000_000, save_every=10_000, keep=5)
 # 20,000 steps on top of a published checkpoint, as in t5x/configs/runs/finetune.gin.
 FINETUNE = TrainConfig(
     start_step=1_000_000, steps=1_020_000, learning_rate=1e-3, schedule="constant",
@@ -228,30 +221,11 @@ RECIPES = {
         TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0)),
     # Pretrain T5 1.1 on C4, as in t5x/examples/t5/t5_1_1/examples/*_c4_pretrain.gin.
     "small_c4": Config(SIZES["small"], C4, TrainConfig(steps=10_000, batch_size=256)),
-    "base_c4": Config(SIZES["base"], C4, C4_TRAIN),
-    "large_c4": Config(SIZES["large"], C4, C4_TRAIN),
-    "xl_c4": Config(SIZES["xl"], C4, C4_TRAIN),
-    "xxl_c4": Config(SIZES["xxl"], C4, C4_TRAIN),
+    **{f"{k}_c4": Config(SIZES[k], C4, C4_TRAIN) for k in ("base", "large", "xl", "xxl")},
     # LM adaptation (Lester et al. 2021), from which T0 starts.
     "small_lm_adapt": Config(
         SIZES["small"], replace(C4, task="c4_v220_prefix_lm", targets_length=512),
         TrainConfig(start_step=1_000_000, steps=1_100_000, batch_size=256)),
-    # Translate English to German, as in the *wmt*.gin files of the same folder.
-    "base_wmt_scratch": Config(
-        SIZES["base"], WMT, TrainConfig(
-            steps=50_000, eval_every=500, infer_every=500, eval_batches=0,
-            save_every=5000, keep_best=BLEU), BEAMS),
-    "small_wmt_finetune": Config(SIZES["small"], WMT, replace(FINETUNE, keep_best=BLEU)),
-    "base_wmt_finetune": Config(
-        replace(SIZES["base"], dropout=0.1), WMT,
-        replace(FINETUNE, eval_every=100, infer_every=100, keep_best=BLEU), BEAMS),
-    # Romanian T5 (github.com/dumitrescustefan/t5x_models), and mT5 continued on Romanian.
-    "base_ro": Config(replace(SIZES["base"], vocab_size=64_000), RO, RO_TRAIN),
-    "large_ro": Config(replace(SIZES["large"], vocab_size=64_000),
-                       replace(RO, targets_length=512), RO_TRAIN),
-    "mt5_base_ro": Config(
-        replace(SIZES["base"], vocab_size=250_112), RO,
-        replace(RO_TRAIN, start_step=1_000_000, learning_rate=0.4, save_every=25_000, keep=3)),
     # Your own pairs: add --data.source jsonl:pairs.jsonl --init_from RUN.
     **{f"{name}_pairs": Config(replace(SIZES[name], dropout=0.1),
                                DataConfig(task="text_to_text"), FINETUNE)
@@ -264,10 +238,9 @@ TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, []
 
 
 def load_recipe(name: str) -> Config:
-    """Return the Config of a recipe: its name, or a Python file that defines CONFIG.
+    """Return the Config of a recipe, or of a Python file that defines CONFIG.
 
-    The file may also define TASKS, MIXTURES, METRICS and VOCABULARY, an object with encode,
-    decode and size.
+    The file may also define TASKS, MIXTURES, METRICS and VOCABULARY (encode, decode, size).
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -296,19 +269,16 @@ class Options:
     """The flags of all commands."""
 
     cfg: tyro.conf.FlagConversionOff[Annotated[Config, tyro.conf.arg(name="")]]
-    # Name of a recipe, or a Python file that defines CONFIG.
-    config: str = ""
-    # Folder of the run.
-    run_dir: str = ""
+    config: str = ""  # name of a recipe, or a Python file that defines CONFIG
+    run_dir: str = ""  # folder of the run
 
 
 def parse(Kind: type, argv: list[str] | None = None):
     """Parse the flags of a command, which are the fields of Kind, a subclass of Options.
 
-    The settings come from config.json of the run, if there is one, else from --config. The
-    flags then change single settings. train.py, which has --init_from, takes the settings
-    of a run from --config if that is given, too, and resumes a run only if no setting
-    outside CHANGEABLE differs.
+    The settings are those of the run, if there is one, else of --config. Flags then change
+    single settings. train.py, which has --init_from, prefers --config, and resumes a run
+    only if no setting outside CHANGEABLE differs.
     """
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("config", "run_dir", "init_from"):
@@ -409,8 +379,7 @@ def load_run(run_dir: str) -> tuple[Config, dict]:
     path = to_path(run_dir) / "config.json"
     if not path.exists():
         raise UserError(
-            f"{run_dir} is not a run: it has no config.json. train.py starts a run, and "
-            f"`python convert.py MODEL {run_dir}` makes one of a published model."
+            f"{run_dir} is no run: train.py or convert.py would write {path}."
         )
     stored = json.loads(path.read_text())
     sections = {}
@@ -428,10 +397,7 @@ def load_run(run_dir: str) -> tuple[Config, dict]:
 
 
 def save_run(cfg: Config, run_dir: str, **facts) -> None:
-    """Write a Config to RUN_DIR/config.json, and facts such as the vocabulary's digest.
-
-    The sections mesh and distributed describe a machine, so they are left out.
-    """
+    """Write facts and a Config, without the sections of the machine, to config.json."""
     settings = dataclasses.asdict(cfg)
     del settings["mesh"], settings["distributed"]
     content = {"settings": settings, "facts": {"init_from": "", **facts}}
@@ -474,13 +440,8 @@ def main() -> None:
     if sys.argv[1:]:
         default = Options(load_recipe(sys.argv[1]))
         tyro.cli(Options, default=default, args=["--help"], use_underscores=True)
-    print(f"{'recipe':20}{'layers':8}d_model  {'task':30}lengths   batch      steps")
     for name, cfg in RECIPES.items():
-        m, d, t = cfg.model, cfg.data, cfg.train
-        print(
-            f"{name:20}{m.num_layers:>2}+{m.num_decoder_layers:<4}{m.d_model:>7}  {d.task:30}"
-            f"{d.inputs_length}+{d.targets_length:<4}{t.batch_size:>6}{t.steps:>11,}"
-        )
+        print(f"{name:20}{cfg.data.task:30}{cfg.train.steps:>9,} steps")
 
 
 if __name__ == "__main__":

@@ -156,8 +156,7 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
             num_threads=4,  # fixed, because another number gives another vocabulary
         )
     except RuntimeError as error:  # too little text, for example
-        source = cfg.data.source or cfg.data.task
-        raise UserError(f"--data.vocab {cfg.data.vocab} of {source}: {error}") from None
+        raise UserError(f"--data.vocab {cfg.data.vocab}: {error}") from None
     return model.getvalue()
 
 
@@ -822,10 +821,8 @@ def read_task(name: str, split: str, cfg: Config) -> Iterator[dict]:
 
 @dataclass(frozen=True)
 class Options(configs.Options):
-    # Number of rows to print.
-    show: int = 3
-    # List all tasks and mixtures, and the rates of --data.task.
-    list: bool = False
+    show: int = 3  # rows to print
+    list: bool = False  # print all tasks and mixtures, and the rates of --data.task
 
 
 def main() -> None:

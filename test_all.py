@@ -294,7 +294,7 @@ def test_files_import_from_left_to_right():
 
 @pytest.mark.parametrize("name", ["tiny", "small_c4", "base_wmt_finetune", "large_ro"])
 def test_config_json_holds_every_setting_that_is_not_of_the_machine(name, tmp_path):
-    cfg = replace(configs.RECIPES[name], mesh=configs.MeshConfig(model=2))
+    cfg = replace(configs.load_recipe(name), mesh=configs.MeshConfig(model=2))
     configs.save_run(cfg, tmp_path, vocabulary="abc")
     stored, facts = configs.load_run(tmp_path)
     assert stored == replace(cfg, mesh=configs.MeshConfig())

@@ -18,8 +18,8 @@ from functools import cache, partial
 import fsspec
 import numpy as np
 
-from configs import BEAMS, FINETUNE, METRICS, MIXTURES, SIZES, TASKS
-from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError
+from configs import FINETUNE, METRICS, MIXTURES, SIZES, TASKS
+from configs import Config, DataConfig, DecodeConfig, ModelConfig, TrainConfig, UserError
 from data import Task, template
 
 new = {}  # the tasks of this file
@@ -473,7 +473,22 @@ T0_TRAIN = TrainConfig(
     eval_every=0,
 )
 # fmt: off
+WMT = DataConfig(task="wmt_t2t_ende_v003", inputs_length=256, targets_length=256)
+BLEU = "inference_eval/wmt_t2t_ende_v003/bleu"
+BEAMS = DecodeConfig(beams=4, batch_size=64)
+RO = DataConfig("hf:dumitrescustefan/rlm", vocab="train:63900", targets_length=256)
+RO_TRAIN = TrainConfig(steps=2_000_000, save_every=10_000, keep=5)
+
 RECIPES = {
+    # Translate English to German, as in the *wmt*.gin files in t5x/examples/t5/t5_1_1/examples.
+    "base_wmt_scratch": Config(
+        SIZES["base"], WMT, TrainConfig(
+            steps=50_000, eval_every=500, infer_every=500, eval_batches=0,
+            save_every=5000, keep_best=BLEU), BEAMS),
+    "small_wmt_finetune": Config(SIZES["small"], WMT, replace(FINETUNE, keep_best=BLEU)),
+    "base_wmt_finetune": Config(
+        replace(SIZES["base"], dropout=0.1), WMT,
+        replace(FINETUNE, eval_every=100, infer_every=100, keep_best=BLEU), BEAMS),
     # T5 1.0 small on all of GLUE, evaluated on STS-B, as in t5x/docs/usage/finetune.md.
     "small_glue_finetune": Config(
         ModelConfig(d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6,
@@ -491,6 +506,14 @@ RECIPES = {
     "base_cnn_dailymail": Config(
         BASE, DataConfig(task="cnn_dailymail_v002", targets_length=512),
         replace(PAPER, keep_best="inference_eval/cnn_dailymail_v002/rougeLsum"), BEAMS),
+    # Romanian T5 (github.com/dumitrescustefan/t5x_models), and mT5 continued on Romanian.
+    "base_ro": Config(replace(SIZES["base"], vocab_size=64_000), RO, RO_TRAIN),
+    "large_ro": Config(replace(SIZES["large"], vocab_size=64_000),
+                       replace(RO, targets_length=512), RO_TRAIN),
+    "mt5_base_ro": Config(
+        replace(SIZES["base"], vocab_size=250_112), RO,
+        replace(RO_TRAIN, start_step=1_000_000, learning_rate=0.4, save_every=25_000, keep=3)),
+    # T0 on P3, the Public Pool of Prompts.
     "small_t0": Config(replace(SIZES["small"], dropout=0.1), T0_DATA, T0_TRAIN),
     "xxl_t0": Config(replace(SIZES["xxl"], dropout=0.1), T0_DATA, T0_TRAIN),
 }
