@@ -1,34 +1,84 @@
-"""Test the tasks, readers and the plan of extras: `pytest extras`."""
+"""Test the files of extras: `pytest extras`."""
 
 import json
+import math
 import re
 import sys
+import zlib
+from dataclasses import replace
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import configs
+import convert
 import data
 import evaluate
 import model
+import partition
 from configs import UserError
-from extras import plan, pretokenize, t5_tasks, tfrecord, toys  # noqa: F401 (they add to TASKS and MIXTURES)
-from test_all import (  # noqa: F401
-    SMALL,
-    assert_equal,
-    change,
-    command,
-    compiled,
-    forward,
-    one_device,
-    start,
-    to_tfrecord,
-    train_step,
-    write_seqio_cache,
-)
+from extras import (
+    attention_kernel, chunked_loss, mesh_tensorflow, plan, pretokenize, rates, t5_tasks,
+    tfrecord, toys,
+)  # fmt: skip
+from test_all import (  # noqa: F401 (fixtures)
+    BYTES, FINETUNE, HERE, PERIODS, SMALL, T5X_MODEL, TOKENIZER, assert_close, assert_equal,
+    assert_learns, change, command, compiled, here, hf_state, loss_and_gradients,
+    make_attention, make_batch, make_params, one_device, ones, params_of, place, pretrained,
+    restored_state, run, sentences, t5x_state, text_of, values_of, write_jsonl, write_model,
+    write_t5x,
+)  # fmt: skip
 
-# ---- extras: the tasks of T5 and T0, tfrecord files, pretokenized files ----------------
+# ---- attention_kernel, chunked_loss ----------------------------------------------------
+
+
+@pytest.mark.parametrize("queries, keys", [(16, 24), (512, 16)])
+@pytest.mark.parametrize(
+    "bidirectional", [True, False, None], ids=["both", "causal", "cross"]
+)
+def test_the_attention_kernel_equals_the_equation(
+    queries, keys, bidirectional, monkeypatch
+):
+    """The kernel runs in the interpreter of Pallas, with several blocks on each axis."""
+    q, k, v, table, mask = make_attention(0, queries, keys)
+    monkeypatch.setattr(attention_kernel, "MAX_SCORES", 4 * 128 * keys)
+    blocks = attention_kernel.block_sizes(q.shape, keys)
+    assert blocks == (3 if queries == 16 else 1, 4, min(queries, 128))
+    weight = np.random.default_rng(1).standard_normal(q.shape)
+
+    def values_and_gradients(attention):
+        cfg = change(model=dict(attention=attention)).model
+
+        def total(q, k, v, table):
+            biases = table if bidirectional is not None else None
+            out = model.attend(q, k, v, biases, mask, bidirectional, cfg)
+            return jnp.sum(out * weight), out
+
+        return jax.jit(jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True))(
+            q, k, v, table
+        )
+
+    assert_close(values_and_gradients("kernel"), values_and_gradients("xla"))
+
+
+def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
+    changes = dict(activation="relu", tied=True)
+    plain = change(model=changes, train=dict(label_smoothing=0.1, z_loss=0.01))
+    params, batch = make_params(plain), make_batch()
+    expected = loss_and_gradients(params, batch, plain)
+    fast = change(
+        plain, model=dict(attention="kernel", loss="chunked"), mesh=dict(model=2)
+    )
+    monkeypatch.setattr(chunked_loss, "PART", 12)  # 3 parts of 3 targets on each device
+    mesh = partition.set_mesh(fast, jax.devices()[:4])
+    batch = partition.put_batch(jax.device_get(batch), mesh)
+    assert_close(loss_and_gradients(place(params, fast), batch, fast), expected)
+
+
+# ---- t5_tasks --------------------------------------------------------------------------
 
 
 # (task, example of the source, [(inputs, targets), ...] that the package t5 0.9.4 makes)
@@ -215,37 +265,21 @@ print(data.find_task("glue_rte_v002", cfg).source, len(data.mixture_rates(cfg.da
 @pytest.fixture
 def p3(tmp_path):
     """Folders as in P3, without examples."""
-    for name in (
-        "imdb_a",
-        "imdb_a_score_eval",
-        "gigaword_x",
-        "gigaword_summarize_",
-        "trec_b",
-        "race_high_c",
-        "anli_d_r1_score_eval",
-        "super_glue_copa_e",
-    ):
+    names = (
+        "imdb_a imdb_a_score_eval gigaword_x gigaword_summarize_ trec_b race_high_c "
+        "anli_d_r1_score_eval super_glue_copa_e"
+    )
+    for name in names.split():
         (tmp_path / name).mkdir()
     return tmp_path
 
 
 # (mixture, rates: large datasets divide 500,000 among their prompts)
+T0 = {"gigaword_x": 250_000, "imdb_a": 25_000, "trec_b": 5452}
 T0_RATES = [
-    ("t0_train", {"gigaword_x": 250_000, "imdb_a": 25_000, "trec_b": 5452}),
-    (
-        "t0+_train",
-        {"gigaword_x": 250_000, "imdb_a": 25_000, "race_high_c": 62_445, "trec_b": 5452},
-    ),
-    (
-        "t0++_train",
-        {
-            "gigaword_x": 250_000,
-            "imdb_a": 25_000,
-            "race_high_c": 62_445,
-            "super_glue_copa_e": 400,
-            "trec_b": 5452,
-        },
-    ),
+    ("t0_train", T0),
+    ("t0+_train", T0 | {"race_high_c": 62_445}),
+    ("t0++_train", T0 | {"race_high_c": 62_445, "super_glue_copa_e": 400}),
     ("t0_train_score_eval", {"imdb_a_score_eval": 1}),
     ("t0_eval_score_eval", {"anli_d_r1_score_eval": 1}),
 ]
@@ -255,7 +289,7 @@ T0_RATES = [
 @pytest.mark.parametrize("name, rates", T0_RATES)
 def test_rates_of_t0(p3, kind, name, rates):
     cfg = change(data=dict(task=name, source=f"{kind}:{p3}"))
-    assert list(data.mixture_rates(name, cfg).items()) == list(rates.items())
+    assert list(data.mixture_rates(name, cfg).items()) == sorted(rates.items())
 
 
 def test_tasks_of_t0_have_no_eos_in_inputs_and_lose_it_in_long_targets(p3):
@@ -269,7 +303,62 @@ def test_tasks_of_t0_have_no_eos_in_inputs_and_lose_it_in_long_targets(p3):
         data.find_task("imdb_x", cfg)
 
 
-# ---- tfrecord files --------------------------------------------------------------------
+def test_rates_by_size_are_those_of_t5_and_of_unimax():
+    """UniMax gives all tasks the same tokens, but repeats none of them too often."""
+    sizes = {"few": 5, "some": 40, "many": 90}
+    assert rates.proportional(sizes, 30) == {"few": 5, "some": 30, "many": 30}
+    assert rates.proportional(sizes, 30, 2)["many"] == pytest.approx(30**0.5)
+    for budget, used in ((9, [3, 3, 3]), (65, [20, 22.5, 22.5]), (900, [20, 160, 360])):
+        found = rates.unimax(sizes, budget, epochs=4)
+        assert list(found.values()) == pytest.approx(used)
+
+
+# ---- tfrecord --------------------------------------------------------------------------
+
+
+def masked_crc(content):
+    """The checksum of tfrecord files, bit by bit."""
+    crc = 0xFFFFFFFF
+    for byte in content:
+        crc ^= byte
+        for _ in range(8):
+            crc = crc >> 1 ^ (crc & 1) * 0x82F63B78
+    crc ^= 0xFFFFFFFF
+    rotated = (crc >> 15 | crc << 17) & 0xFFFFFFFF
+    return (rotated + 0xA282EAD8 & 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def to_tfrecord(record):
+    size = len(record).to_bytes(8, "little")
+    return size + masked_crc(size) + record + masked_crc(record)
+
+
+def write_seqio_cache(folder, split, examples, shards=2):
+    """Write a cache as seqio.scripts.cache_tasks_main does."""
+    from tensorflow_datasets.proto import tf_example_generated_pb2
+
+    folder.mkdir(parents=True, exist_ok=True)
+    features = {
+        key: {"shape": [] if isinstance(value, str) else [None]}
+        for key, value in examples[0].items()
+    }
+    info = {"features": features, "num_shards": shards}
+    (folder / f"info.{split}.json").write_text(json.dumps(info))
+    for shard in range(shards):
+        records = b""
+        for example in examples[shard::shards]:
+            stored = tf_example_generated_pb2.Example()
+            for key, value in example.items():
+                feature = stored.features.feature[key]
+                if isinstance(value, str):
+                    feature.bytes_list.value.append(value.encode())
+                elif isinstance(value[0], float):
+                    feature.float_list.value.extend(value)
+                else:
+                    feature.int64_list.value.extend(value)
+            records += to_tfrecord(stored.SerializeToString())
+        (folder / f"{split}.tfrecord-{shard:05}-of-{shards:05}").write_bytes(records)
+    (folder / "COMPLETED").touch()
 
 
 def test_every_flipped_bit_of_a_tfrecord_file_is_noticed(tmp_path):
@@ -328,8 +417,8 @@ TFDS_ROWS = [
 ]
 
 
-def write_tfds(folder, rows, kind):
-    """Write a TFDS dataset. TFDS itself needs TensorFlow to write tfrecord files."""
+def write_tfds(folder, splits, kind="array_record", nested={}):
+    """Write {split: rows} like TFDS, which needs TensorFlow to write tfrecord files."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.core import (
         dataset_info,
@@ -339,66 +428,81 @@ def write_tfds(folder, rows, kind):
         sequential_writer,
     )
 
-    text = tfds.features.Text()
-    features = tfds.features.FeaturesDict(
-        {
-            "text": text,
-            "words": tfds.features.Sequence(text),
-            "label": tfds.features.ClassLabel(num_classes=2),
-            "score": tfds.features.Scalar(np.float32),
-            "idx": {"question": np.int32, "answer": np.int64},
-            "translations": tfds.features.Sequence({"de": text, "en": text}),
-        }
-    )
+    kinds = {str: tfds.features.Text(), int: np.int64, float: np.float32}
+    fields = {name: kinds.get(type(x)) for name, x in splits["train"][0].items()}
+    features = tfds.features.FeaturesDict(fields | nested)
     folder.mkdir(parents=True)
-    identity = dataset_info.DatasetIdentity(
-        name="x",
-        version=tfds.core.Version("1.0.0"),
-        data_dir=str(folder),
-        module_name="m",
-    )
+    identity = dataset_info.DatasetIdentity("x", "1.0.0", str(folder), "m")
     info = dataset_info.DatasetInfo(builder=identity, features=features)
     info.set_file_format(file_adapters.FileFormat(kind))
     if kind == "array_record":
         writer = sequential_writer.SequentialWriter(info, 5, file_format=kind)
-        writer.initialize_splits(["train"])
-        writer.add_examples({"train": rows})
+        writer.initialize_splits([*splits])
+        writer.add_examples(splits)
         return writer.close_all()
     serializer = example_serializer.ExampleSerializer(features.get_serialized_info())
-    names = naming.ShardedFileTemplate(
-        data_dir=folder, dataset_name="x", split="train", filetype_suffix="tfrecord"
-    )
-    shards = [rows[i : i + 5] for i in range(0, len(rows), 5)]
-    for path, shard in zip(names.sharded_filepaths(len(shards)), shards):
-        encoded = map(features.encode_example, shard)
-        records = map(serializer.serialize_example, encoded)
-        Path(path).write_bytes(b"".join(map(to_tfrecord, records)))
-    lengths = [len(shard) for shard in shards]
-    split = tfds.core.SplitInfo("train", lengths, 0, filename_template=names)
-    info.set_splits(tfds.core.SplitDict([split]))
+    found = []
+    for split, rows in splits.items():
+        names = naming.ShardedFileTemplate(
+            data_dir=folder, dataset_name="x", split=split, filetype_suffix="tfrecord"
+        )
+        shards = [rows[i : i + 5] for i in range(0, len(rows), 5)]
+        for path, shard in zip(names.sharded_filepaths(len(shards)), shards):
+            encoded = map(features.encode_example, shard)
+            records = map(serializer.serialize_example, encoded)
+            Path(path).write_bytes(b"".join(map(to_tfrecord, records)))
+        lengths = [len(shard) for shard in shards]
+        found += [tfds.core.SplitInfo(split, lengths, 0, filename_template=names)]
+    info.set_splits(tfds.core.SplitDict(found))
     info.write_to_directory(folder)
 
 
 def test_tfds_datasets_of_both_formats_are_equal_and_need_no_tensorflow(tmp_path):
-    before = "tensorflow" in sys.modules
-    found = {}
+    from tensorflow_datasets import features
+
+    text, found, before = features.Text(), {}, "tensorflow" in sys.modules
+    nested = {
+        "words": features.Sequence(text),
+        "label": features.ClassLabel(num_classes=2),
+        "idx": {"question": np.int32, "answer": np.int64},
+        "translations": features.Sequence({"de": text, "en": text}),
+    }
     for kind in ("array_record", "tfrecord"):
         folder = tmp_path / kind / "1.0.0"
-        write_tfds(folder, TFDS_ROWS, kind)
+        write_tfds(folder, {"train": TFDS_ROWS}, kind, nested)
         files = data.open_source(f"tfds:{folder}", "train", SMALL)
         found[kind] = [example for file in files for example in file.read()]
         assert data.open_source(f"tfds:{folder}", "test", SMALL) == []
     assert_equal(found["tfrecord"], found["array_record"])
-    assert [row["score"] for row in found["tfrecord"]] == [
-        row["score"] for row in TFDS_ROWS
-    ]
+    for row, expected in zip(found["tfrecord"], TFDS_ROWS, strict=True):
+        assert row["score"] == expected["score"]
+        assert list(row["words"]) == expected["words"]
     assert before or "tensorflow" not in sys.modules
-    assert [list(row["words"]) for row in found["tfrecord"]] == [
-        row["words"] for row in TFDS_ROWS
-    ]
 
 
-# ---- pretokenized files ----------------------------------------------------------------
+# ---- libraries -------------------------------------------------------------------------
+
+
+def test_datasets_of_the_hub_keep_dates_and_lack_splits(tmp_path):
+    """A folder stands for a dataset of the hub. Dates and "007" stay texts."""
+    rows = [{"inputs": "2024-01-02", "targets": "007"}] * 3
+    write_jsonl(tmp_path / "train.jsonl", rows)
+    cfg = change(BYTES, data=dict(source=f"hf:{tmp_path}"))
+    (opened,) = data.open_source(f"hf:{tmp_path}", "train", cfg)
+    assert [row["targets"] for row in opened.read()] == ["007"] * 3
+    assert len(list(opened.read())) == 3  # a second epoch
+    assert data.open_source(f"hf:{tmp_path}", "validation", cfg) == []
+
+
+def test_a_dataset_of_tfds_runs_no_code(tmp_path):
+    (tmp_path / "evil.py").write_text("raise SystemError")
+    (tmp_path / "dataset_info.json").write_text("{}")
+    (tmp_path / "features.json").write_text('{"pythonClassName": "evil.Text"}')
+    with pytest.raises(UserError, match="evil"):
+        data.open_source(f"tfds:{tmp_path}", "train", BYTES)
+
+
+# ---- pretokenize -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("task", ["span_corruption", "text_to_text"])
@@ -425,7 +529,7 @@ def test_pretokenized_files_give_the_same_batches_as_their_texts(tmp_path, task)
         assert_equal(*map(next, batches))
 
 
-# ---- extras/plan.py: the cost of a step on other devices -------------------------------
+# ---- plan: the cost of a step on other devices -----------------------------------------
 
 
 def test_cycles_and_communication_are_read_from_a_program():
@@ -491,3 +595,317 @@ def test_data_parallelism_sends_the_gradients_once():
     once = 2 * 3 / 4 * weights  # what each of four devices sends in a ring
     assert once < float(numbers["all-reduce"]) < 1.3 * once
     assert "all-gather" not in numbers and "step on TPU v4" in numbers
+
+
+# ---- toys ------------------------------------------------------------------------------
+
+
+def test_numbers_are_spelled():
+    words = {
+        0: "zero",
+        21: "twenty-one",
+        100: "one hundred",
+        999_040: "nine hundred ninety-nine thousand forty",
+    }
+    assert {n: toys.spell_number(n) for n in words} == words
+
+
+def test_the_tasks_by_rule_have_right_answers():
+    task, cfg = data.find_task("by_rule_even", BYTES), change(data=dict(task="by_rule"))
+    rows = list(data.read_task("by_rule_even", "validation", cfg))
+    assert {row["targets"] for row in rows} == {"no", "yes"} == set(task.choices)
+    for row in rows:
+        number = int(re.search(r"\d+", row["inputs"])[0])
+        assert row["targets"] == ("no" if number % 2 else "yes")
+    (day,) = [x for x in data.TASKS["by_rule_date"].format(toys.number_fields(12))]
+    assert day == {"inputs": "date: 1970-01-13", "targets": "13 January 1970"}
+
+
+# ---- vocabularies ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "extra_ids, text, ids",
+    [
+        (100, "Aü", [68, 198, 191]),
+        (0, "A<extra_id_0>b", [68, 258, 101]),
+        (
+            0,
+            "<extra_id_10><extra_id_11>",
+            [248, *(byte + 3 for byte in b"<extra_id_11>")],
+        ),
+        (125, "<extra_id_0> é", [383, 35, 198, 172]),
+    ],
+)
+def test_bytes_have_the_ids_of_byt5(extra_ids, text, ids):
+    tokenizer = data.load_tokenizer(change(BYTES, data=dict(extra_ids=extra_ids)))
+    assert tokenizer.encode([text])[0].tolist() == ids
+    assert tokenizer.decode([*ids, 1, 68]) == text
+    assert tokenizer.decode([68, 198]) == "A"  # half of a character
+
+
+def test_a_tokenizer_json_is_read_by_its_own_library(tmp_path):
+    import tokenizers
+
+    words = ["<pad>", "</s>", "<unk>", "▁a", "▁b", "<extra_id_1>", "<extra_id_0>"]
+    library = tokenizers.Tokenizer(
+        tokenizers.models.Unigram([(word, -1.0) for word in words], unk_id=2)
+    )
+    library.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
+    library.decoder = tokenizers.decoders.Metaspace()
+    library.add_special_tokens(["<extra_id_0>", "<extra_id_1>"])
+    library.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = data.load_tokenizer(
+        change(BYTES, data=dict(vocab=f"{tmp_path}/tokenizer.json"))
+    )
+    assert (tokenizer.size, tokenizer.sentinel, tokenizer.extra_ids) == (7, 6, 2)
+    (ids,) = tokenizer.encode(["a b<extra_id_0> a"])
+    assert ids.tolist() == [3, 4, 6, 3]
+    assert tokenizer.decode([3, 4, 6, 1, 3]) == "a b<extra_id_0>"
+    tokenizer.save(tmp_path / "run")
+    assert data.load_tokenizer(BYTES, tmp_path / "run").sha256 == tokenizer.sha256
+
+
+class Letters:
+    size = 6
+
+    def encode(self, text):
+        return ["abc".index(letter) + 3 for letter in text]
+
+    def decode(self, ids):
+        return "".join("abc"[i - 3] for i in ids)
+
+
+def test_a_recipe_may_bring_its_own_vocabulary(monkeypatch):
+    monkeypatch.setattr(configs, "VOCABULARY", [Letters()])
+    tokenizer = data.load_tokenizer(BYTES)
+    assert tokenizer.encode(["ab<extra_id_1>c"])[0].tolist() == [3, 4, 104, 5]
+    assert tokenizer.decode([3, 4, 105, 999, 5, 1, 3]) == "ab<extra_id_0>c"
+    monkeypatch.setattr(Letters, "encode", lambda self, text: [1])
+    with pytest.raises(UserError, match="VOCABULARY.encode"):
+        tokenizer.encode(["a"])
+
+
+# ---- to_t5x ----------------------------------------------------------------------------
+
+
+def test_t5x_and_back_with_the_optimizer(tmp_path):
+    tree, _ = t5x_state(T5X_MODEL)
+    convert.convert(write_t5x(tmp_path / "t5x", tree), tmp_path / "run")
+    tree = partition.flatten(tree)
+    for dtype in ("float32", "bfloat16"):
+        convert.convert(tmp_path / "run", tmp_path / dtype, to="t5x", dtype=dtype)
+        back = partition.flatten(convert.read_t5x(tmp_path / dtype))
+        assert back.keys() == tree.keys()
+        for name, array in tree.items():
+            kind = dtype if name.startswith("target") else array.dtype
+            assert back[name].dtype == kind
+            np.testing.assert_array_equal(back[name], array.astype(kind), err_msg=name)
+
+
+def test_t5x_keeps_what_its_weights_do_not_show(tmp_path):
+    m = replace(
+        SMALL.model, dtype="auto", activation="gated_silu", relative_max_distance=40,
+        dropout=0.05, tied=True,
+    )  # fmt: skip
+    source = write_model(tmp_path / "hf", m, hf_state(m))
+    convert.convert(source, tmp_path / "t5x", to="t5x")
+    assert "network.T5Config.emb_dim = 40\n" in (tmp_path / "t5x/config.gin").read_text()
+    assert convert.read(tmp_path / "t5x").cfg.model == m
+
+
+def test_t5x_has_no_umt5(tmp_path):
+    m = replace(SMALL.model, layer_biases=True)
+    source = write_model(tmp_path / "umt5", m, hf_state(m))
+    with pytest.raises(UserError, match="T5X"):
+        convert.convert(source, tmp_path / "t5x", to="t5x")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"shape": [10**9, 10**6]}, {"shape": [299, 128]}, {"chunks": [300, 64]},
+        {"dtype": "<i4"}, {"dtype": ">f4"}, {"order": "F"}, None,
+    ],
+)  # fmt: skip
+def test_a_damaged_zarr_array_is_named(damage, tmp_path):
+    """A missing chunk must not be read as zeros, and a wrong shape must not use memory."""
+    tree, _ = t5x_state(T5X_MODEL)
+    source = write_t5x(tmp_path / "t5x", {"target": tree["target"], "state": {"step": 5}})
+    convert.convert(source, tmp_path / "zarr", to="t5x")
+    array = tmp_path / "zarr/target.token_embedder.embedding"
+    about = json.loads((array / ".zarray").read_text())
+    if damage:
+        (array / ".zarray").write_text(json.dumps(about | damage))
+    else:
+        next(path for path in array.iterdir() if path.name != ".zarray").unlink()
+    with pytest.raises((UserError, Exception)) as caught:
+        convert.convert(tmp_path / "zarr", tmp_path / "run")
+    assert "token_embedder.embedding" in text_of(caught)
+
+
+# ---- mesh_tensorflow -------------------------------------------------------------------
+
+
+MESH_TENSORFLOW = HERE / "assets/mesh_tensorflow/model.ckpt-1234"
+
+
+def recorded_value(name, shape):
+    """Return the numbers that an array of the recorded checkpoint has, by its name."""
+    numbers = zlib.crc32(name.encode()) % 9973 + np.arange(math.prod(shape))
+    return numbers.reshape(shape).astype(np.float32)
+
+
+def test_a_checkpoint_that_tensorflow_wrote(tmp_path):
+    """The names are those of Mesh TensorFlow. The optimizer's state is restored."""
+    convert.convert(MESH_TENSORFLOW, tmp_path / "run")
+    params = params_of(tmp_path / "run")
+    for path, layer, name in (
+        ("embed", ..., "shared/embedding"),
+        ("unembed", ..., "decoder/logits/kernel"),
+        ("encoder/norm", ..., "encoder/rms_norm/scale"),
+        ("decoder/relative_bias", ..., "layer_000/SelfAttention/relative_attention_bias"),
+        ("decoder/layers/self_attention/out", 0, "layer_000/SelfAttention/o"),
+        ("decoder/layers/cross_attention/key", 0, "layer_001/EncDecAttention/k"),
+        ("decoder/layers/mlp/norm", 0, "layer_002/rms_norm/scale"),
+        ("decoder/layers/mlp/gate", 0, "layer_002/DenseReluDense/wi_0/kernel"),
+    ):
+        name = f"decoder/block_000/{name}" if name.startswith("layer") else name
+        array = params[path][layer]
+        np.testing.assert_array_equal(array, recorded_value(name, array.shape), name)
+    state = restored_state(tmp_path / "run")
+    assert state.step == 1234
+    v = state.slots[0].v["decoder"]["layers"]["mlp"]["down"][1]
+    name = "decoder/block_001/layer_002/DenseReluDense/wo/kernel_slot_v"
+    np.testing.assert_array_equal(v, recorded_value(name, v.shape))
+
+
+def test_a_flipped_bit_of_tensorflow_is_noticed(tmp_path):
+    whole = mesh_tensorflow.read_tensors(MESH_TENSORFLOW)
+    files = {f.name: f.read_bytes() for f in MESH_TENSORFLOW.parent.iterdir()}
+    for name, content in files.items():
+        (tmp_path / name).write_bytes(content)
+    rng, noticed = np.random.default_rng(0), 0
+    for name in sorted(files) * 30:
+        damaged = bytearray(files[name])
+        damaged[rng.integers(len(damaged))] ^= 1 << rng.integers(8)
+        (tmp_path / name).write_bytes(damaged)
+        try:
+            found = mesh_tensorflow.read_tensors(tmp_path / MESH_TENSORFLOW.name)
+        except (UserError, Exception):
+            noticed += 1
+        else:
+            assert found.keys() == whole.keys()
+            assert_equal(found, whole)
+        (tmp_path / name).write_bytes(files[name])
+    assert noticed > 50
+
+
+@pytest.mark.parametrize("rows, expected", [(3, "v_row"), (4, "v_col"), (5, "v_row")])
+def test_mesh_tensorflow_names_the_means_of_a_square_matrix_differently(
+    rows, expected, monkeypatch
+):
+    name = "encoder/block_000/layer_000/SelfAttention/q"
+    arrays = {
+        "global_step": 7,
+        name: ones(rows, 4),
+        f"{name}_slot_vr": ones(min(rows, 4)),
+    }
+    monkeypatch.setattr(mesh_tensorflow, "read_tensors", lambda _: arrays)
+    _, slots, _ = mesh_tensorflow.read("prefix")
+    assert [slot for _, slot in slots] == [expected]
+
+
+# ---- jobs ------------------------------------------------------------------------------
+
+
+def write_c4(folder):
+    """Write the texts of the run `pretrained` as TFDS prepares C4."""
+    rows = [{"text": line} for line in sentences(400)]
+    write_tfds(folder / "c4/en/2.2.0", {"train": rows, "validation": rows[:20]})
+
+
+def test_c4_of_tfds_gives_the_same_batches_as_the_files_of_allenai(pretrained, tmp_path):
+    write_c4(tmp_path)
+    files, _ = configs.load_run(pretrained)
+    assert files.data.task == "c4_v220_span_corruption"
+    tfds = change(files, data=dict(source="", tfds_dir=str(tmp_path)))
+    tokenizer = data.load_tokenizer(files, pretrained)
+    for split in ("train", "validation"):
+        both = [list(data.read_task(tfds.data.task, split, cfg)) for cfg in (files, tfds)]
+        assert [row["text"] for row in both[0]] == [row["text"] for row in both[1]]
+    assert_equal(*(next(data.Batches(cfg, tokenizer)) for cfg in (files, tfds)))
+
+
+def test_job_glue(pretrained, here):
+    """A mixture of eight tasks is trained and STS-B evaluated, and afterwards two tasks."""
+    fields = {
+        **dict.fromkeys(("cola", "sst2"), ["sentence"]),
+        **dict.fromkeys(("mrpc", "rte", "stsb"), ["sentence1", "sentence2"]),
+        "qqp": ["question1", "question2"],
+        "qnli": ["question", "sentence"],
+        "mnli": ["premise", "hypothesis"],
+    }
+    for name, keys in fields.items():
+        rows = [
+            dict.fromkeys(keys, x) | {"label": i % 2 * (1.0 if name == "stsb" else 1)}
+            for i, x in enumerate(sentences(20))
+        ]
+        splits = {"train": rows, "validation": rows[:8]}
+        write_tfds(here / f"glue/{name}/1.0.0", splits)
+    run(
+        f"train --config small_glue_finetune --run_dir glue/run --init_from {pretrained} "
+        f"{FINETUNE} --data.tfds_dir {here} --train.steps 1000050"
+    )
+    assert_learns("glue/run")
+    rows = [{"passage": "alpha", "question": "beta", "label": i} for i in (0, 1)]
+    splits = {"train": rows, "validation": rows}
+    write_tfds(here / "super_glue/boolq/1.0.2", splits)
+    for flags in ("glue_rte_v002", "super_glue_boolq_v102 --mode rank"):
+        run(f"evaluate --run_dir glue/run --output glue/run --tasks {flags}")
+    names = [name.split("/") for name in evaluate.read_metrics(["glue/run"])[1_000_050]]
+    metrics = [tuple(name[1:]) for name in names if name[0] == "inference_eval"]
+    stsb, rte, boolq = "glue_stsb_v002", "glue_rte_v002", "super_glue_boolq_v102-rank"
+    assert metrics == [
+        *((stsb, "pearson_corrcoef"), (stsb, "spearman_corrcoef"), (rte, "accuracy")),
+        *((boolq, name) for name in ("accuracy", "f1", "auc-roc", "auc-pr")),
+    ]
+
+
+def test_job_t0(pretrained, here):
+    """Adapt a model to language modeling, train it on P3, and evaluate by ranks.
+
+    The adaptation begins at the learning rate with which a million steps end.
+    """
+    write_c4(here)
+    run(
+        f"train --config small_lm_adapt --run_dir lm --init_from {pretrained} {PERIODS} "
+        f"--data.tfds_dir {here} --data.inputs_length 32 "
+        "--data.targets_length 16 --train.steps 1000020 --train.eval_every 20"
+    )
+    assert [*values_of("lm", "training_eval/c4_v220_prefix_lm/loss")] == [1_000_020]
+    rates = [*values_of("lm", "train/learning_rate").values()]
+    assert rates == pytest.approx([1e-3] * 20, rel=1e-4)
+
+    def example(inputs, targets, **more):
+        ids = {"inputs": [7], "targets": [7]}
+        texts = {"inputs_pretokenized": inputs, "targets_pretokenized": targets}
+        return ids | texts | more
+
+    for name in ("imdb_good", "trec_which", "ag_news_what"):
+        rows = [example(line, line[:6]) for line in sentences(30)]
+        write_seqio_cache(here / name, "train", rows)
+    rows = [
+        example(x, x[6 * j :][:6], idx=[i, j], is_correct=[int(j == 0)])
+        for i, x in enumerate(sentences(6))
+        for j in (0, 1)
+    ]
+    write_seqio_cache(here / "super_glue_copa_a_score_eval", "validation", rows)
+    run(
+        f"train --config small_t0 --init_from lm --run_dir run {FINETUNE} "
+        f"--data.source seqio:{here} --train.microbatches 1 --train.steps 1100100"
+    )
+    assert_learns("run")
+    run("evaluate --run_dir run --output eval --mode rank --tasks t0_eval_score_eval")
+    name = "inference_eval/super_glue_copa_a_score_eval-rank/accuracy"
+    assert values_of("eval", name) == {1_100_100: 100.0}
