@@ -147,6 +147,11 @@ def recorded(name):
     return zipfile.ZipFile(HERE / "assets/t5x_cases.zip").open(name)
 
 
+def unflatten(arrays):
+    """{"params/embed": array} becomes {"embed": array}."""
+    return flax.traverse_util.unflatten_dict(arrays, sep="/")["params"]
+
+
 def command(*args, cwd=HERE, check=True, devices=1, **options):
     """Run a script, such as command("infer.py", "--run_dir", run), and return its result."""
     args = [sys.executable, *map(str, args)]
@@ -1619,59 +1624,17 @@ def test_relative_buckets_equal_those_of_t5x():
     assert not model.relative_bucket(far, False, cfg).any()
 
 
-def t5x_name(path, layer):
-    """Return T5X's name of a parameter of T5 1.1."""
-    if path in ("embed", "unembed"):
-        return (
-            "decoder/logits_dense/kernel"
-            if path != "embed"
-            else "token_embedder/embedding"
-        )
-    stack, *rest = path.split("/")
-    if len(rest) == 1:
-        last = {
-            "norm": f"{stack}_norm/scale",
-            "relative_bias": "relpos_bias/rel_embedding",
-        }
-        return f"{stack}/{last[rest[0]]}"
-    _, block, name = rest
-    if name == "norm":
-        block = block if block == "cross_attention" else block
-        return f"{stack}/layers_{layer}/pre_{block}_layer_norm/scale"
-    block = {"cross_attention": "encoder_decoder_attention"}.get(block, block)
-    name = {"gate": "wi_0", "up": "wi_1", "down": "wo"}.get(name, name)
-    return f"{stack}/layers_{layer}/{block}/{name}/kernel"
-
-
-def from_arrays(cfg, array):
-    """Build parameters of which array(path, layer) returns one layer."""
-    params = {}
-    for path, p in partition.flatten(model.param_table(cfg)).items():
-        stacked = p.axes[0] == "layers"
-        arrays = [array(path, i) for i in range(p.shape[0] if stacked else 1)]
-        params[path] = np.stack(arrays) if stacked else arrays[0]
-    return flax.traverse_util.unflatten_dict(params, sep="/")
+def recorded_model():
+    """Return the parameters and the ModelConfig of the recorded model of T5X."""
+    case = np.load(recorded("t5x/network/v11.npz"))
+    arrays = {k.removeprefix("params/"): case[k] for k in case if k.startswith("params/")}
+    cfg = replace(convert.model_config(arrays, Path("v11")), dtype="float32")
+    return unflatten(convert.to_plain(arrays, cfg, Path("v11"))), cfg
 
 
 @pytest.mark.parametrize("name", ["v11", "v11_packed"])
 def test_the_network_equals_that_of_t5x(name):
-    case = np.load(recorded(f"t5x/network/{name}.npz"))
-    weights = np.load(recorded("t5x/network/v11.npz"))
-    shape = json.load(recorded(f"t5x/network/{name}.json"))["config"]
-    cfg = change(
-        model=dict(
-            vocab_size=shape["vocab_size"],
-            d_model=shape["emb_dim"],
-            d_ff=shape["mlp_dim"],
-            d_kv=shape["head_dim"],
-            num_heads=shape["num_heads"],
-            num_layers=shape["num_encoder_layers"],
-            num_decoder_layers=shape["num_decoder_layers"],
-        )
-    )
-    params = from_arrays(
-        cfg.model, lambda path, i: weights[f"params/{t5x_name(path, i)}"]
-    )
+    case, (params, cfg) = np.load(recorded(f"t5x/network/{name}.npz")), recorded_model()
     inputs, targets = case["encoder_input_tokens"], case["decoder_target_tokens"]
     packed = name == "v11_packed"
     input_segments = case["encoder_segment_ids"] if packed else np.int32(inputs > 0)
@@ -1680,110 +1643,20 @@ def test_the_network_equals_that_of_t5x(name):
     np.testing.assert_array_equal(shifted, case["decoder_input_tokens"])
     batch = data.Batch(inputs, input_segments, shifted, targets, segments)
 
-    encoded = np.asarray(encode(params, cfg.model, inputs, input_segments))
+    encoded = np.asarray(encode(params, cfg, inputs, input_segments))
     assert_close(encoded[inputs > 0], case["encoded"][inputs > 0])
-    logits = forward(params, batch, cfg.model)
+    logits = forward(params, batch, cfg)
     assert_close(logits[targets > 0], case["logits"][targets > 0])
-    (loss, sums), grads = loss_and_gradients(params, batch, cfg)
+    (loss, sums), grads = loss_and_gradients(params, batch, replace(SMALL, model=cfg))
     found = float(loss), float(sums["z_loss"]), float(sums["tokens"])
     expected = case["loss_sum"], case["z_loss"], case["weight_sum"]
     np.testing.assert_allclose(found, expected, rtol=1e-5)
-    squares = from_arrays(cfg.model, lambda path, i: case[f"grad_sq/{t5x_name(path, i)}"])
-    for path, expected in partition.flatten(squares).items():
-        g = partition.flatten(grads)[path]
+    grads = partition.flatten(grads)
+    for path, layer, _, name, _ in convert.all_names(cfg):
+        g = grads[path] if layer is None else grads[path][layer]
+        expected = case[f"grad_sq/{name}"]
         found = jnp.sum(g * g, tuple(range(expected.ndim, g.ndim)))
-        np.testing.assert_allclose(found, expected, rtol=1e-4, err_msg=path)
-
-
-def hugging_face(cfg):
-    """Return a transformers model with random weights, and the same weights as parameters."""
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    family = "UMT5" if cfg.layer_biases else "T5"
-    kind = "ForConditionalGeneration" if cfg.num_decoder_layers else "EncoderModel"
-    fields = "vocab_size d_model d_kv d_ff num_heads num_layers num_decoder_layers"
-    network = getattr(transformers, family + kind)(
-        getattr(transformers, f"{family}Config")(
-            **{name: getattr(cfg, name) for name in fields.split()},
-            dropout_rate=0.0,
-            decoder_start_token_id=0,
-            feed_forward_proj=cfg.activation.replace("_", "-"),
-            tie_word_embeddings=cfg.tied,
-        )
-    ).eval()
-    if cfg.num_decoder_layers and not cfg.tied:  # transformers 5 ties them in any case
-        network.lm_head.weight = torch.nn.Parameter(
-            torch.zeros(cfg.vocab_size, cfg.d_model)
-        )
-        network.config.scale_decoder_outputs = False
-        network.config.tie_word_embeddings = not cfg.layer_biases
-    with torch.no_grad():
-        for name, p in network.named_parameters():
-            p.copy_((1 if "norm" in name else 0) + 0.2 * torch.randn(p.shape))
-    state = {name: w.numpy() for name, w in network.state_dict().items()}
-    names = {"query": "q", "key": "k", "value": "v", "out": "o", "up": "wi", "down": "wo"}
-    if cfg.activation.startswith("gated"):
-        names |= {"gate": "wi_0", "up": "wi_1"}
-
-    def array(path, layer):
-        if path in ("embed", "unembed"):
-            return (
-                state["lm_head.weight"].T if path == "unembed" else state["shared.weight"]
-            )
-        stack, *_, block, name = (
-            f"//{path}".split("/")[-4:]
-            if "layers" in path
-            else (path.split("/")[0], "", path.split("/")[1])
-        )
-        if not block and name == "norm":
-            return state[f"{stack}.final_layer_norm.weight"]
-        if name == "relative_bias":
-            place = f"{stack}.block.{layer}.layer.0.SelfAttention"
-            return state[f"{place}.relative_attention_bias.weight"].T
-        number = {"mlp": 1 + (stack == "decoder"), "cross_attention": 1}.get(block, 0)
-        place = f"{stack}.block.{layer}.layer.{number}"
-        if name == "norm":
-            return state[f"{place}.layer_norm.weight"]
-        kinds = {"mlp": "DenseReluDense", "cross_attention": "EncDecAttention"}
-        return state[
-            f"{place}.{kinds.get(block, 'SelfAttention')}.{names[name]}.weight"
-        ].T
-
-    return network, from_arrays(cfg, array)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        dict(activation="gated_gelu"),
-        dict(activation="relu", tied=True),  # T5 1.0
-        dict(activation="gated_gelu", layer_biases=True),  # UMT5
-        dict(activation="gated_gelu", num_decoder_layers=0),  # only an encoder
-    ],
-    ids=["T5 1.1", "T5 1.0", "UMT5", "encoder"],
-)
-def test_logits_equal_those_of_hugging_face(changes):
-    torch = pytest.importorskip("torch")
-    cfg = change(model=changes, data=dict(inputs_length=150))
-    network, params = hugging_face(cfg.model)
-    batch = make_batch(cfg, [(150, 9), (40, 9), (1, 9)])
-    ids, mask, decoder_ids = (
-        torch.tensor(np.asarray(x)).long()
-        for x in (batch.inputs, batch.input_segments, batch.decoder_inputs)
-    )
-    with torch.no_grad():
-        if cfg.model.num_decoder_layers:
-            theirs = network(ids, mask, decoder_ids).logits.numpy()
-            ours = forward(params, batch, cfg.model)
-        else:
-            real = np.asarray(mask) > 0
-            theirs = network(ids, mask).last_hidden_state.numpy()[real]
-            ours = model.encode(params, cfg.model, batch.inputs, batch.input_segments)[
-                real
-            ]
-    assert theirs.std() > 0.05
-    assert_close(ours, theirs, 1e-4)
+        np.testing.assert_allclose(found, expected, rtol=1e-4, err_msg=name)
 
 
 # The numbers of parameters that the authors have published.
@@ -2029,17 +1902,9 @@ def test_lesson_infer_a_wide_beam_search_is_exhaustive():
     assert_close(found_scores[0, :21], scores[order])
 
 
-def unflatten(arrays):
-    """{"params/embed": array} becomes {"embed": array}."""
-    return flax.traverse_util.unflatten_dict(arrays, sep="/")["params"]
-
-
 def test_decoding_equals_that_of_t5x():
     """Greedy outputs, beams with several length penalties, and scores."""
-    case = np.load(recorded("t5x/network/v11.npz"))
-    weights = {k[7:]: case[k] for k in case if k.startswith("params/")}
-    cfg = replace(convert.model_config(weights, Path("v11")), dtype="float32")
-    params = unflatten(convert.to_plain(weights, cfg, Path("v11")))
+    case, (params, cfg) = np.load(recorded("t5x/network/v11.npz")), recorded_model()
     inputs, targets = case["encoder_input_tokens"], case["decoder_target_tokens"]
     args, length = (params, inputs, inputs > 0, cfg), case["greedy"].shape[-1]
     ids, _ = infer.generate(*args, length)
@@ -2058,20 +1923,21 @@ def test_decoding_equals_that_of_t5x():
     assert sum(map(bool, searches)) >= 3
 
 
-# With these widths, some outputs of the random weights end with EOS.
-@pytest.mark.parametrize(
-    "layer_biases, d_model", [(False, 60), pytest.param(True, 44, marks=slow)]
-)
-def test_decoding_beside_hugging_face(layer_biases, d_model):
+@pytest.mark.parametrize("layer_biases", [False, pytest.param(True, marks=slow)])
+def test_decoding_beside_hugging_face(layer_biases, tmp_path):
     """Greedy outputs are equal. With --decode.penalty length, beams have the same scores.
 
     In transformers, an output ends only if it is among the N best continuations. So where
     its best beam has ended, ours is equal or has a better score.
     """
     torch = pytest.importorskip("torch")
-    sizes = dict(vocab_size=12, d_model=d_model, num_decoder_layers=2)
+    # With these sizes, some outputs of the random weights end with EOS.
+    sizes = dict(vocab_size=12, d_model=52, num_decoder_layers=2)
     cfg = change(model=dict(layer_biases=layer_biases, **sizes))
-    network, params = hugging_face(cfg.model)
+    source = write_model(tmp_path / "hf", cfg.model, hf_state(cfg.model))
+    family = "UMT5" if layer_biases else "T5"
+    network = of_transformers(source, f"{family}ForConditionalGeneration")
+    params = params_of(source)
     batch = make_batch(cfg, [(n, 8) for n in range(1, 17)])
     inputs, segments = batch.inputs, batch.input_segments
     for beams, alpha in ((0, 0.0), (2, 0.0), (4, 0.6)):
@@ -2094,7 +1960,7 @@ def test_decoding_beside_hugging_face(layer_biases, d_model):
             continue
         scores, other_scores = np.asarray(scores[:, 0]), theirs.sequences_scores.numpy()
         equal, better = same & ended, ~same & ended
-        assert equal.sum() >= 2 and same.sum() > 8
+        assert equal.sum() >= 2 and same.sum() >= 8
         np.testing.assert_allclose(scores[equal], other_scores[equal], rtol=1e-4)
         assert (scores > other_scores)[better].all()
 
@@ -3339,7 +3205,9 @@ def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
     params = params_of(write_model(tmp_path / "hf", SMALL.model, theirs))
     name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
     assert theirs[name].shape == (40, 48)  # d_model, d_ff
-    np.testing.assert_array_equal(params["decoder/layers/mlp/down"][2], theirs[name].T)
+    np.testing.assert_array_equal(
+        params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T
+    )
     t5x, hugging_face = convert.names("decoder/layers/mlp/down", layer=2)
     assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
 
@@ -3449,14 +3317,9 @@ def write_model(folder, m, state, kind="safetensors", **more):
 
 
 def params_of(weights):
-    """Return {path: array} of convert.Weights, or of a run."""
-    if isinstance(weights, Path):
-        weights = convert.read(weights)
-    return {
-        name.removeprefix("params/"): array
-        for name, array in weights.arrays.items()
-        if name.startswith("params/")
-    }
+    """Return the parameters of convert.Weights, or of a folder, as a nested dict."""
+    weights = convert.read(weights) if isinstance(weights, Path) else weights
+    return unflatten(weights.arrays)
 
 
 # The architectures of the published models.
@@ -3499,30 +3362,33 @@ def test_hugging_face_and_back(family, kind, tmp_path):
     assert again.cfg.model == m and (again.tokenizer is not None) == (family == "ByT5")
 
 
-def logits_of(folder, weights, kind):
-    """Return logits of transformers and ours for the same inputs, or the encoder's output."""
+def of_transformers(folder, kind):
+    """Return a model that transformers has loaded, for example as a T5EncoderModel."""
     torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    network, info = getattr(transformers, kind).from_pretrained(
+    network, info = getattr(pytest.importorskip("transformers"), kind).from_pretrained(
         folder, output_loading_info=True, dtype=torch.float32
     )
     assert not info["missing_keys"] and not info["unexpected_keys"]
-    cfg = replace(weights.cfg.model, dtype="float32")
-    params = flax.traverse_util.unflatten_dict(params_of(weights), sep="/")
+    return network.eval()
+
+
+def logits_of(folder, weights, kind):
+    """Return logits of transformers and ours for the same inputs, or the encoder's output."""
+    torch = pytest.importorskip("torch")
+    network = of_transformers(folder, kind)
+    params, cfg = params_of(weights), replace(weights.cfg.model, dtype="float32")
     longer = change(data=dict(inputs_length=150))
     batch = make_batch(longer, [(150, 9), (40, 9), (1, 9)])
-    asked = dict(
-        input_ids=torch.tensor(np.asarray(batch.inputs)).long(),
-        attention_mask=torch.tensor(np.asarray(batch.input_segments)).long(),
+    ids, mask, starts = (
+        torch.tensor(np.asarray(x)).long()
+        for x in (batch.inputs, batch.input_segments, batch.decoder_inputs)
     )
     if cfg.num_decoder_layers:
-        starts = torch.tensor(np.asarray(batch.decoder_inputs)).long()
-        theirs = network.eval()(**asked, decoder_input_ids=starts).logits
+        theirs = network(ids, mask, decoder_input_ids=starts).logits
         return theirs.detach().numpy(), forward(params, batch, cfg)
-    theirs = network.eval()(**asked).last_hidden_state.detach().numpy()
+    theirs = network(ids, mask).last_hidden_state.detach().numpy()
     ours = model.encode(params, cfg, batch.inputs, batch.input_segments)
-    mask = np.asarray(batch.input_segments)[..., None] > 0
-    return theirs * mask, np.asarray(ours) * mask
+    return theirs * mask[..., None].numpy(), ours * mask[..., None].numpy()
 
 
 @pytest.mark.parametrize(
@@ -3724,7 +3590,7 @@ def test_a_new_folder_appears_only_when_it_is_complete(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="run already"):
         convert.convert(tmp_path / "run", new)
     convert.convert(tmp_path / "run", tmp_path / "half", to="hf", dtype="bfloat16")
-    found = params_of(convert.read(tmp_path / "half"))["embed"]
+    found = params_of(tmp_path / "half")["embed"]
     np.testing.assert_array_equal(found, state["shared.weight"].astype(jnp.bfloat16))
 
 

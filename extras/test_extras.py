@@ -759,7 +759,7 @@ def recorded_value(name, shape):
 def test_a_checkpoint_that_tensorflow_wrote(tmp_path):
     """The names are those of Mesh TensorFlow. The optimizer's state is restored."""
     convert.convert(MESH_TENSORFLOW, tmp_path / "run")
-    params = params_of(tmp_path / "run")
+    params = partition.flatten(params_of(tmp_path / "run"))
     for path, layer, name in (
         ("embed", ..., "shared/embedding"),
         ("unembed", ..., "decoder/logits/kernel"),
