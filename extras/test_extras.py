@@ -256,7 +256,7 @@ import configs, data
 cfg = configs.load_recipe("small_glue_finetune")
 print(data.find_task("glue_rte_v002", cfg).source, len(data.mixture_rates(cfg.data.task, cfg)))
 """
-    assert command("-c", code).stdout.split() == ["tfds:glue/rte:1.0.0", "11"]
+    assert command("-c", code).split() == ["tfds:glue/rte:1.0.0", "11"]
 
 
 # ---- T0 --------------------------------------------------------------------------------
@@ -586,7 +586,7 @@ def test_every_form_of_a_group_of_devices_is_read(groups, size):
 def test_data_parallelism_sends_the_gradients_once():
     """A plan for four devices, checked with formulas."""
     flags = "--config tiny --devices 4 --model.num_layers 1 --model.num_decoder_layers 1"
-    out = command("-m", "extras.plan", *flags.split()).stdout
+    out = command("-m", "extras.plan", *flags.split())
     numbers = dict(re.findall(r"^(\S[^\n]*?) +([\d.]+) ", out, re.M))
     cfg = configs.RECIPES["tiny"]
     cfg = change(cfg, model=dict(num_layers=1, num_decoder_layers=1))
