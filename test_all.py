@@ -445,22 +445,6 @@ def test_counts_are_rounded_in_float32_and_half_to_even_as_in_t5():
     assert differ and data.noise_counts(10, DataConfig(noise_density=0.25)) == (2, 1)
 
 
-def test_span_corruption_loses_nothing():
-    """The spans of the targets, put into the inputs, restore the text."""
-    tokens = np.random.default_rng(0).integers(3, 32000, (20, 568))
-    inputs, targets = data.span_corruption(tokens, 32099, DataConfig(), 1)
-    assert inputs.shape == (20, 511) and targets.shape == (20, 113)
-    assert (inputs[:, 0] < 32000).all() and (inputs[:, -1] == 32099 - 27).all()
-    for row in range(20):
-        spans, rebuilt = {}, []
-        for i in targets[row].tolist():
-            spans.setdefault(i, []) if i >= 32000 else spans[[*spans][-1]].append(i)
-        for i in inputs[row].tolist():
-            rebuilt += spans.get(i, [i])
-        assert rebuilt == tokens[row].tolist()
-        assert list(spans) == [32099 - number for number in range(28)]
-
-
 def test_all_compositions_are_equally_likely():
     rows = data.random_compositions(7, 4, 40_000, 3)
     ways = [w for w in itertools.product(range(1, 5), repeat=4) if sum(w) == 7]
@@ -628,16 +612,9 @@ def write_jsonl(path, rows):
 def write_pairs(path, count, first=0):
     """Write pairs of which no two have equal inputs."""
     rng = np.random.default_rng(first)
-    return write_jsonl(
-        path,
-        (
-            {
-                "inputs": f"{first + i}" + "x" * rng.integers(1, 20),
-                "targets": "y" * (i % 9),
-            }
-            for i in range(count)
-        ),
-    )
+    texts = [f"{first + i}" + "x" * rng.integers(1, 20) for i in range(count)]
+    rows = [{"inputs": x, "targets": "y" * (i % 9)} for i, x in enumerate(texts)]
+    return write_jsonl(path, rows)
 
 
 @pytest.fixture
@@ -679,19 +656,14 @@ def test_lesson_each_example_is_used_once_in_each_epoch(
         assert epochs[0] != epochs[1] != epochs[2]
 
 
-def small_windows(monkeypatch):
-    """Read many small windows, and pack few rows at once."""
-    for name, value in dict(FIRST_WINDOW=1 << 9, PACKED=20, PART=7).items():
-        monkeypatch.setattr(data, name, value)
-
-
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("task", ["a", "abc", "span_corruption", "prefix_lm", "by_rule"])
 def test_lesson_a_restart_continues_with_the_same_batches(
     task, pack, mixture, tmp_path, monkeypatch
 ):
     """The state of the data is a few integers for each task, which a checkpoint holds."""
-    small_windows(monkeypatch)
+    for name, value in dict(FIRST_WINDOW=1 << 9, PACKED=20, PART=7).items():
+        monkeypatch.setattr(data, name, value)  # many small windows, and few rows packed
     for name in "xyz":
         text = "".join(f"{name} {n * n}\n" for n in range(99))
         (tmp_path / f"{name}.txt").write_text(text)
@@ -721,14 +693,8 @@ def test_a_batch_is_a_part_of_an_order_of_rows(mixture):
 
 def test_the_seed_and_the_epoch_choose_order_and_spans(tmp_path):
     (tmp_path / "a.txt").write_text("a text of one row, in each epoch with other spans")
-    cfg = change(
-        BYTES,
-        data=dict(
-            source=f"text:{tmp_path}/a.txt",
-            task="span_corruption",
-            validation_source="x:",
-        ),
-    )
+    source = dict(source=f"text:{tmp_path}/a.txt", validation_source="x:")
+    cfg = change(BYTES, data=dict(task="span_corruption", **source))
 
     def first(seed):
         return next(data.Batches(change(cfg, train=dict(seed=seed)), TOKENIZER)).inputs
@@ -863,8 +829,6 @@ def test_sources_keep_every_character(kind, files, expected, tmp_path):
 
 @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zst"])
 def test_compressed_and_remote_files_are_read(suffix):
-    import fsspec
-
     compression = {"zst": "zstd", "gz": "gzip"}.get(suffix, suffix)
     path = f"memory://folder/a.jsonl.{suffix}"
     with fsspec.open(path, "wt", compression=compression) as file:
@@ -890,7 +854,7 @@ def test_parquet_rows_keep_their_types(tmp_path):
         ("text", gzip.compress(b"one\n" * 9999, mtime=0)[:-9], "a.gz"),
         ("jsonl", b'{"inputs": "a", "targets": "b"}\n\n{"inputs"', "a:3 "),
         ("jsonl", b'["inputs"]', "a:1 "),
-        ("jsonl", b'{"inputs": "a", "target": "b"}', "example 1.*inputs.*'target'.*KeyError.*'targets'"),
+        ("jsonl", b'{"inputs": "a", "target": "b"}', "example 1.*'target'.*KeyError"),
         ("jsonl", b'{"inputs": "a", "targets": null}', "example 1.*NoneType"),
         ("jsonl", b'{"inputs": "a", "targets": 7}', "example 1.*int"),
         ("jsonl", b'{"inputs": "\\ud800", "targets": ""}', "example 1.*surrogates"),
@@ -971,9 +935,8 @@ def test_nothing_is_held_out_of_files_that_only_evaluate(tmp_path):
 
 def test_a_split_in_a_name_and_fields_with_other_names(tmp_path):
     for split in ("train", "validation"):
-        write_jsonl(
-            tmp_path / split, [{"q": f"{split} {n}", "a": "x"} for n in range(30)]
-        )
+        rows = [{"q": f"{split} {n}", "a": "x"} for n in range(30)]
+        write_jsonl(tmp_path / split, rows)
     source = f"jsonl:{tmp_path}/{{split}}"
     cfg = change(BYTES, data=dict(source=source, fields="inputs=q,targets=a"))
     rows = {
@@ -981,7 +944,8 @@ def test_a_split_in_a_name_and_fields_with_other_names(tmp_path):
         for split in ("train", "validation", "test")
     }
     assert [len(found) for found in rows.values()] == [30, 30, 0]
-    assert rows["validation"][7] == dict(q="validation 7", inputs="validation 7", a="x", targets="x")  # fmt: skip
+    text = "validation 7"
+    assert rows["validation"][7] == dict(q=text, inputs=text, a="x", targets="x")
 
 
 def test_held_out_batches_are_in_order_and_padded(tmp_path):
@@ -989,9 +953,8 @@ def test_held_out_batches_are_in_order_and_padded(tmp_path):
     cfg = change(BYTES, train=dict(batch_size=8, eval_batches=0))
     batches = data.held_out(source, "validation", cfg, TOKENIZER)
     assert [batch.inputs.shape for batch in batches] == [(8, 48)] * 3
-    assert [int(re.match(r"\d+", x)[0]) for b in batches for x in examples_of(b)] == [
-        *range(20)
-    ]
+    texts = [text for batch in batches for text in examples_of(batch)]
+    assert [int(re.match(r"\d+", text)[0]) for text in texts] == [*range(20)]
     assert not batches[2].target_segments[4:].any()
     fewer = change(cfg, train=dict(eval_batches=2))
     assert_equal(data.held_out(source, "validation", fewer, TOKENIZER), batches[:2])
@@ -1148,12 +1111,9 @@ def test_a_vocabulary_with_other_special_ids_is_refused(names, pieces):
 
 def test_a_vocabulary_is_trained_on_the_training_texts(tmp_path):
     words = [f"{'ab' * n}{'cd' * k}" for n in range(9) for k in range(9)]
-    source = write_jsonl(
-        tmp_path / "a", [{"text": " ".join(words[n:])} for n in range(80)]
-    )
-    cfg = change(
-        BYTES, data=dict(source=source, task="span_corruption", vocab="train:40")
-    )
+    rows = [{"text": " ".join(words[n:])} for n in range(80)]
+    source = dict(source=write_jsonl(tmp_path / "a", rows), task="span_corruption")
+    cfg = change(BYTES, data=dict(vocab="train:40", **source))
     first, second = data.load_tokenizer(cfg), data.load_tokenizer(cfg)
     assert first.sha256 == second.sha256 and first.size == 140
     text = " ".join(words[5:20])
@@ -1231,17 +1191,24 @@ def two_steps(cfg, devices):
 
 
 @pytest.mark.parametrize(
-    "mesh", [MESHES[2], *(pytest.param(MESHES[i], marks=slow) for i in (1, 3))], ids=str
+    "mesh, network",
+    [
+        (MESHES[2], {}),
+        (MESHES[3], {}),
+        pytest.param(MESHES[1], dict(activation="relu", tied=True), marks=slow),
+        pytest.param(MESHES[3], dict(layer_biases=True), marks=slow),
+    ],
+    ids=str,
 )
-def test_lesson_partition_eight_devices_equal_one(mesh):
+def test_lesson_partition_eight_devices_equal_one(mesh, network):
     """Eight devices compute the same weights as one device, up to rounding.
 
     Sharding changes where an array is stored, and not what is computed. Devices add numbers
     in another order, so that the last digits differ. The initial weights are equal bit for
     bit. If an all-reduce were missing, the weights would be quite different.
     """
-    first, trained = two_steps(SMALL, 1)
-    first_of_8, trained_of_8 = two_steps(change(mesh=mesh), 8)
+    first, trained = two_steps(change(model=network), 1)
+    first_of_8, trained_of_8 = two_steps(change(model=network, mesh=mesh), 8)
     assert_equal(first_of_8, first)
     assert_close(trained_of_8, trained, 2e-5)
 
@@ -1751,25 +1718,6 @@ def test_dropped_values_equal_dropped_probabilities():
     assert model.dropout(v, 0.3, None) is v and model.dropout(v, 0.0, key) is v
 
 
-@pytest.mark.parametrize(
-    "mesh, changes",
-    [
-        (dict(model=4), dict()),
-        (dict(model=2, fsdp=True), dict()),
-        pytest.param(dict(model=4), dict(layer_biases=True), marks=slow),
-        pytest.param(dict(fsdp=True), dict(activation="relu", tied=True), marks=slow),
-    ],
-)
-def test_eight_devices_compute_the_same_as_one(mesh, changes):
-    cfg = change(model=changes)
-    params, batch = make_params(cfg), make_batch(cfg)
-    alone = loss_and_gradients(params, batch, cfg)
-    cfg = change(cfg, mesh=mesh)
-    mesh = partition.set_mesh(cfg, jax.devices())
-    params, batch = place(params, cfg), partition.put_batch(jax.device_get(batch), mesh)
-    assert_close(loss_and_gradients(params, batch, cfg), alone)
-
-
 def test_bfloat16_is_near_float32():
     params, batch = make_params(SMALL), make_batch(SMALL)
     half = change(model=dict(dtype="bfloat16"))
@@ -1798,15 +1746,6 @@ def test_the_loss_equals_that_of_t5x():
         np.testing.assert_allclose(found, (one["loss"], one["z_loss_value"]), rtol=2e-6)
         right = jnp.argmax(logits, axis=-1) == targets
         assert correct == jnp.sum(right * weights)
-
-
-def test_the_initial_loss_is_half_a_nat_above_that_of_equal_logits():
-    cfg = change(
-        model=dict(vocab_size=2048, d_model=128, d_kv=32), train=dict(z_loss=0.0)
-    )
-    params = model.init_params(cfg.model, jax.random.key(0))
-    (loss, sums), _ = loss_and_gradients(params, make_batch(cfg), cfg)
-    assert abs(loss / sums["tokens"] - math.log(2048) - 0.5) < 0.1
 
 
 def test_flops_are_those_of_all_matmuls():
@@ -2080,21 +2019,27 @@ def test_samples_depend_on_the_example_the_sample_the_position_and_the_seed():
         assert (first != other).all()
 
 
-def random_examples(*lengths):
-    rng = np.random.default_rng(0)
-    pairs = [[rng.integers(3, 256, n).tolist() for n in pair] for pair in lengths]
-    return [infer.Example(*pair, number) for number, pair in enumerate(pairs)]
-
-
 @pytest.mark.parametrize(
-    "decode",
-    [{}, dict(beams=3, num_return=2), dict(temperature=0.8, top_k=20, num_return=2)],
+    "mode, decode",
+    [
+        ("predict", {}),
+        ("predict", dict(beams=3, num_return=2)),
+        ("predict", dict(temperature=0.8, top_k=20, num_return=2)),
+        ("score", {}),
+    ],
     ids=str,
 )
-def test_results_do_not_depend_on_the_batch_or_the_mesh(decode):
-    examples = random_examples((5, 3), (30, 8), (1, 5), (16, 2), (17, 1), (0, 4))
-    results, weights = [], jax.device_get(make_params(SMALL))
-    for devices, size, model_axis in ((1, 4, 1), (8, 8, 2)):
+def test_results_do_not_depend_on_the_batch_or_the_mesh(mode, decode):
+    """They come in the order of the examples, although batches are sorted by length."""
+    rng, results = np.random.default_rng(0), []
+    examples = [
+        infer.Example(*(rng.integers(3, 256, n).tolist() for n in lengths), number)
+        for number, lengths in enumerate(
+            [(5, 3), (30, 8), (1, 5), (16, 2), (17, 20), (0, 4)]
+        )
+    ]
+    weights = jax.device_get(make_params(SMALL))
+    for devices, size, model_axis in ((1, 1, 1), (8, 8, 2)):
         cfg = change(
             data=dict(targets_length=6),
             decode=dict(batch_size=size, **decode),
@@ -2102,24 +2047,12 @@ def test_results_do_not_depend_on_the_batch_or_the_mesh(decode):
         )
         mesh = partition.set_mesh(cfg, jax.devices()[:devices])
         params = place(weights, cfg)
-        results.append([*infer.run_examples(params, cfg, mesh, examples)])
-    for (ids, scores), (others, other_scores) in zip(*results, strict=True):
-        assert ids == others
-        np.testing.assert_allclose(scores, other_scores, rtol=1e-4)
-
-
-def test_scores_do_not_depend_on_the_batch_or_the_mesh():
-    """They come in the order of the examples, although batches are sorted by length."""
-    examples = random_examples((5, 3), (30, 8), (1, 5), (16, 2), (17, 20), (0, 4))
-    results, weights = [], jax.device_get(make_params(SMALL))
-    for devices, size in ((1, 4), (8, 8)):
-        cfg = change(decode=dict(batch_size=size), mesh=dict(model=min(2, devices)))
-        mesh = partition.set_mesh(cfg, jax.devices()[:devices])
-        args = place(weights, cfg), cfg, mesh
-        results.append([*infer.run_examples(*args, examples, "score")])
-    results.append([*infer.run_examples(*args, [x], "score")][0] for x in examples)
-    for scores in results[1:]:
-        np.testing.assert_allclose(list(scores), results[0], rtol=1e-5)
+        results.append([*infer.run_examples(params, cfg, mesh, examples, mode)])
+    if mode == "predict":
+        ids, results = zip(*(zip(*pairs) for pairs in results))
+        assert ids[0] == ids[1]
+    for scores, others in zip(*results, strict=True):
+        np.testing.assert_allclose(scores, others, rtol=1e-4)
 
 
 def test_the_id_0_is_padding_wherever_it_stands(one_device):
@@ -2393,25 +2326,29 @@ def test_metrics_refuse_targets_that_they_would_misread(name, targets, predictio
         evaluate.METRICS[name](targets, predictions)
 
 
+CITY = ["Paris", "the city"]
+
+
 @pytest.mark.parametrize(
-    "given",
-    [["Paris", "the city"], ("Paris", "the city"), np.array(["Paris", "the city"]),
-     {"text": ["Paris", "the city"], "answer_start": [0, 3]}],
+    "given, expected",
+    [
+        *((CITY, CITY), (tuple(CITY), CITY), (np.array(CITY), CITY)),
+        ({"text": CITY, "answer_start": [0, 3]}, CITY),  # as on the Hugging Face Hub
+        *(("Paris", ["Paris"]), ({"text": "Paris"}, ["Paris"])),
+        *(([], None), ("", None), ({"text": []}, None)),
+    ],
     ids=str,
-)  # fmt: skip
-def test_answers_of_squad_are_lists_or_a_dict_of_hugging_face(given):
-    found = evaluate.answers("x", {"answers": given}, is_target=True)
-    assert found == ["Paris", "the city"]
-    assert evaluate.METRICS["squad"]([found], ["paris"]) == {"em": 100.0, "f1": 100.0}
-
-
-def test_one_answer_may_be_a_text_and_no_answer_is_refused():
-    for text in ("Paris", {"text": "Paris"}):
-        assert evaluate.answers("x", {"answers": text}, is_target=True) == ["Paris"]
-    assert evaluate.answers("x", {"answers": "Paris"}, is_target=False) == "x"
-    for nothing in ([], "", {"text": []}):
+)
+def test_answers_of_squad_are_a_text_or_a_list_or_a_dict(given, expected):
+    example = {"answers": given}
+    assert evaluate.answers("x", example, is_target=False) == "x"
+    if expected is None:
         with pytest.raises(UserError):
-            evaluate.answers("x", {"answers": nothing}, is_target=True)
+            evaluate.answers("x", example, is_target=True)
+        return
+    found = evaluate.answers("x", example, is_target=True)
+    assert found == expected
+    assert evaluate.METRICS["squad"]([found], ["paris"]) == {"em": 100.0, "f1": 100.0}
 
 
 def ranked(correct, counts, weights=None):
@@ -2478,27 +2415,19 @@ def test_the_target_must_be_one_of_different_choices(row, correct):
 
 def test_the_loss_is_a_mean_over_all_tokens_of_all_batches(one_device):
     """content_loss leaves out EOS and sentinels. A uniform model needs log2(V) bits."""
-    cfg = change(
-        model=dict(vocab_size=300), data=dict(vocab="bytes", extra_ids=20, task="x")
-    )
+    settings = dict(vocab="bytes", extra_ids=20, task="x")
+    cfg = change(model=dict(vocab_size=300), data=settings)
     tokenizer, texts = data.load_tokenizer(cfg), ["aé", "b", "abc<extra_id_0>de"]
     params = make_params(cfg)
     targets = [[*ids, data.EOS] for ids in tokenizer.encode(texts)]
     batches = [data.pad_batch([[5, 1]] * n, targets[-n:], 2, 9) for n in (1, 3)]
     token_losses = jax.jit(model.token_losses, static_argnums=2)
-    losses = [token_losses(params, batch, cfg.model) for batch in batches]
-    real = [batch.targets > 0 for batch in batches]
-    content = [
-        real & (x.targets > 1) & (x.targets < 259) for real, x in zip(real, batches)
-    ]
-    total, part = (
-        sum((np.asarray(loss[0]) * mask).sum() for loss, mask in zip(losses, masks))
-        / sum(mask.sum() for mask in masks)
-        for masks in (real, content)
-    )
+    losses = [token_losses(params, batch, cfg.model)[0] for batch in batches]
+    losses, ids = map(np.concatenate, (losses, [batch.targets for batch in batches]))
+    content = losses[(ids > 1) & (ids < 259)]
     found = evaluate.evaluate_loss(params, cfg, one_device, batches, tokenizer)
-    assert found["cross_ent_loss"] == pytest.approx(total, rel=1e-5)
-    assert found["content_loss"] == pytest.approx(part, rel=1e-5)
+    assert found["cross_ent_loss"] == pytest.approx(losses[ids > 0].mean(), rel=1e-5)
+    assert found["content_loss"] == pytest.approx(content.mean(), rel=1e-5)
     assert found["loss"] == pytest.approx(found["cross_ent_loss"] + found["z_loss"])
     params["unembed"] *= 0
     found = evaluate.evaluate_loss(params, cfg, one_device, batches, tokenizer)
@@ -2534,59 +2463,46 @@ def test_metrics_state_whether_lower_is_better(name, lower, monkeypatch):
 
 
 @pytest.fixture
-def byte_model(byte_run, one_device):
-    """(params, Config, mesh), the first arguments of predict and rank."""
+def evaluated(byte_run, one_device, tmp_path, monkeypatch):
+    """A function that evaluates byte_run on a task with some rows."""
     cfg, _ = configs.load_run(byte_run)
-    return infer.load_params(cfg, byte_run)[1], cfg, one_device
-
-
-def write_task(monkeypatch, tmp_path, rows, **changes):
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    task = data.Task(f"jsonl:{tmp_path}/rows.jsonl", **changes)
-    monkeypatch.setitem(data.TASKS, "mine", task)
-    cfg = change(
-        model=dict(vocab_size=260), data=dict(vocab="bytes", extra_ids=0, task="x")
-    )
-    return "mine", "validation", data.load_tokenizer(cfg)
-
-
-def test_targets_that_cannot_be_written_are_reported(
-    byte_model, tmp_path, monkeypatch, capsys
-):
-    """--data.targets_length 8 cuts the second target, so its accuracy is at most 50."""
+    _, params = infer.load_params(cfg, byte_run)
     infer.note.cache_clear()
+
+    def evaluate_rows(function, rows, split="validation", **task):
+        source = write_jsonl(tmp_path / "rows.jsonl", rows)
+        monkeypatch.setitem(data.TASKS, "mine", data.Task(source, **task))
+        return function(params, cfg, one_device, "mine", split, data.load_tokenizer(cfg))
+
+    return evaluate_rows
+
+
+def test_targets_that_cannot_be_written_are_reported(evaluated, capsys):
+    """--data.targets_length 8 cuts the second target, so its accuracy is at most 50."""
     rows = [{"inputs": "a", "targets": "short"}, {"inputs": "b", "targets": "longer one"}]
-    args = write_task(monkeypatch, tmp_path, rows)
-    metrics, lines = evaluate.predict(*byte_model, *args)
+    metrics, lines = evaluated(evaluate.predict, rows)
     err = capsys.readouterr().err
     assert "'accuracy': 50.0" in err and "'accuracy': 100.0" in err
-    assert metrics == {"accuracy": 0.0} and [x["target"] for x in lines] == [
-        "short", "longer one",
-    ]  # fmt: skip
-    args = write_task(monkeypatch, tmp_path, rows[:1])
-    evaluate.predict(*byte_model, *args)
+    assert metrics == {"accuracy": 0.0}
+    assert [line["target"] for line in lines] == ["short", "longer one"]
+    evaluated(evaluate.predict, rows[:1])
     assert not capsys.readouterr().err
     ids = [{"inputs": [5, 6], "targets": [118, 107, 1]}]
-    _, (line,) = evaluate.predict(*byte_model, *write_task(monkeypatch, tmp_path, ids))
+    _, (line,) = evaluated(evaluate.predict, ids)
     assert line["target"] == "sh" and type(line["prediction"]) is str
 
 
-def test_labels_that_are_no_choices_are_reported(
-    byte_model, tmp_path, monkeypatch, capsys
-):
-    infer.note.cache_clear()
+def test_labels_that_are_no_choices_are_reported(evaluated, capsys):
     rows = [{"inputs": "a", "targets": "<unk>"}, {"inputs": "b", "targets": "no"}]
-    options = dict(choices=("no", "yes"), postprocess="label")
-    evaluate.predict(*byte_model, *write_task(monkeypatch, tmp_path, rows, **options))
+    evaluated(evaluate.predict, rows, choices=("no", "yes"), postprocess="label")
     assert "<unk>" in capsys.readouterr().err
 
 
-def test_rank_writes_the_chosen_answer_of_each_example(byte_model, tmp_path, monkeypatch):
+def test_rank_writes_the_chosen_answer_of_each_example(evaluated):
     """P3 stores each choice as a row, which gives the same answers."""
     rows = [{"inputs": "a?", "targets": "no"}, {"inputs": "bb?", "targets": " Yes"}]
     options = dict(choices=("no", "yes"), inputs_eos=False)
-    args = write_task(monkeypatch, tmp_path, rows, **options)
-    metrics, lines = evaluate.rank(*byte_model, *args)
+    metrics, lines = evaluated(evaluate.rank, rows, **options)
     assert metrics.keys() == {"accuracy", "f1", "auc-roc", "auc-pr"} and len(lines) == 2
     for line in lines:
         best = np.argmax(line["scores"])
@@ -2594,42 +2510,37 @@ def test_rank_writes_the_chosen_answer_of_each_example(byte_model, tmp_path, mon
         assert line["is_correct"] == (line["prediction"] == line["targets"][0])
     right = [line["is_correct"] for line in lines]
     assert metrics["accuracy"] == 100 * np.mean(right)
-    normalized = evaluate.rank(*byte_model, *args, normalize=True)[1]
-    for line, other in zip(lines, normalized):
+    rank_normalized = functools.partial(evaluate.rank, normalize=True)
+    for line, other in zip(lines, evaluated(rank_normalized, rows, **options)[1]):
         np.testing.assert_allclose(np.divide(line["scores"], [3, 4]), other["scores"])
     expanded = [
-        row
-        | {"targets": text, "idx": [i, j], "is_correct": [int(i == j)], "weight": [1.0]}
+        {"inputs": row["inputs"], "targets": text, "idx": [i, j]}
+        | {"is_correct": [int(i == j)], "weight": [1.0]}
         for i, row in enumerate(rows)
         for j, text in enumerate(("no", "yes"))
     ]
-    options["choices"] = ()
-    args = write_task(monkeypatch, tmp_path, expanded[::-1], **options)
-    again, other_lines = evaluate.rank(*byte_model, *args)
+    again, other_lines = evaluated(evaluate.rank, expanded[::-1], inputs_eos=False)
     assert again == {"accuracy": metrics["accuracy"]}
     for line, other in zip(lines, other_lines):
         assert line["prediction"] == other["prediction"]
         np.testing.assert_allclose(line["scores"], other["scores"], rtol=1e-5)
 
 
-def test_choices_that_become_equal_ids_are_refused(byte_model, tmp_path, monkeypatch):
+def test_choices_that_become_equal_ids_are_refused(evaluated):
     """--data.targets_length 8 leaves 7 bytes of a choice."""
-    rows = [
-        {"inputs": "a", "targets": "a long B", "answer_choices": ["a long A", "a long B"]}
-    ]
+    choices = ["a long A", "a long B"]
+    row = {"inputs": "a", "targets": "a long B", "answer_choices": choices}
     with pytest.raises(UserError, match="a long A.*a long B"):
-        evaluate.rank(*byte_model, *write_task(monkeypatch, tmp_path, rows))
-    rows[0] |= {"targets": "b A", "answer_choices": ["b A", "b B"]}
-    evaluate.rank(*byte_model, *write_task(monkeypatch, tmp_path, rows))
+        evaluated(evaluate.rank, [row])
+    evaluated(evaluate.rank, [row | {"targets": "B", "answer_choices": ["A", "B"]}])
 
 
-def test_a_task_without_pairs_or_split_is_refused(byte_model, tmp_path, monkeypatch):
-    args = write_task(monkeypatch, tmp_path, [{"text": "a"}], objective=data.spans)
+def test_a_task_without_pairs_or_split_is_refused(evaluated):
     for function in (evaluate.predict, evaluate.rank):
         with pytest.raises(UserError, match="no pairs"):
-            function(*byte_model, *args)
+            evaluated(function, [{"text": "a"}], objective=data.spans)
     with pytest.raises(UserError, match="no pairs"):
-        evaluate.predict(*byte_model, "mine", "nowhere", args[-1])
+        evaluated(evaluate.predict, [{"text": "a"}], "nowhere", objective=data.spans)
 
 
 OWN_TASKS = """
@@ -2742,7 +2653,7 @@ def test_adafactor_equals_recorded_updates_of_t5x():
     info = json.load(recorded("t5x/adafactor/t5x_defaults.json"))
     case = np.load(recorded("t5x/adafactor/t5x_defaults.npz"))
     shapes = info["shapes"]
-    order = info.get("paths", sorted(shapes))
+    order = info["paths"]
     params = {path: jnp.asarray(case[f"param/{path}/0"]) for path in shapes}
 
     @jax.jit
@@ -2760,15 +2671,13 @@ def test_adafactor_equals_recorded_updates_of_t5x():
             grads[path] = jnp.float32(g * 10.0 ** -(step % 4) * (step != 5 or i != 0))
         params, slots = update(case["lr"][step], grads, slots, params)
         for path, w in params.items():
-            key = f"param/{path}/{step + 1}"
-            if key in case:
-                np.testing.assert_allclose(w, case[key], 1e-6, 1e-6, err_msg=key)
-            elif f"{key}/corner" in case:  # of large parameters, a corner at some steps
-                corner = case[f"{key}/corner"]
-                w_corner = w[tuple(map(slice, corner.shape))]
-                np.testing.assert_allclose(w_corner, corner, 1e-6, 1e-6, err_msg=key)
-                rms = np.sqrt(np.mean(np.float64(w) ** 2))
-                np.testing.assert_allclose(rms, case[f"{key}/rms"], 1e-6, err_msg=key)
+            key, corner = f"param/{path}/{step + 1}", w[(slice(24),) * w.ndim]
+            rms = np.sqrt(np.mean(np.float64(w) ** 2))
+            found = {key: w, f"{key}/corner": corner, f"{key}/rms": rms}
+            for name in found.keys() & set(case):  # of large parameters, only a corner
+                np.testing.assert_allclose(
+                    found[name], case[name], 1e-6, 1e-6, err_msg=name
+                )
     for path in shapes:
         ours = [slots[0].v_row[path], slots[0].v_col[path], slots[0].v[path]]
         theirs = [case.get(f"state/{path}/{kind}") for kind in ("v_row", "v_col", "v")]
@@ -2919,14 +2828,6 @@ def shard_bytes(run_dir, step=6):
     return {path.name: path.read_bytes() for path in files}
 
 
-def read_arrays(folder):
-    headers, _ = partition.read_head(folder)
-    return {
-        name: partition.read_slice(shards, [slice(None)] * len(shards[0]["shape"]), {})
-        for name, shards in headers.items()
-    }
-
-
 def test_lesson_train_a_resumed_run_equals_an_uninterrupted_run(tmp_path, quiet):
     """A run that stops and resumes ends with the same weights, bit for bit.
 
@@ -2975,16 +2876,15 @@ def test_a_signal_saves_and_stops_after_the_current_step(tmp_path, quiet, monkey
 @pytest.mark.parametrize("metric, best", [("loss", 3), ("accuracy", 2)])
 def test_the_best_checkpoint_is_kept(tmp_path, quiet, monkeypatch, metric, best):
     """The lowest loss is the best, and the highest accuracy. Only saved steps count."""
-    values = iter([(9, 5), (7, 6), (1, 1), (8, 2), (0, 9), (math.nan, math.nan)])
-    monkeypatch.setattr(
-        evaluate,
-        "evaluate_loss",
-        lambda *_: dict(zip(("loss", "accuracy"), next(values))),
-    )
+    values = iter([(9, 5), (7, 6), (1, 1), (8, 2), (math.nan, math.nan)])
+
+    def evaluate_loss(*_):
+        return dict(zip(("loss", "accuracy"), next(values)))
+
+    monkeypatch.setattr(evaluate, "evaluate_loss", evaluate_loss)
     monkeypatch.setattr(train, "is_due", lambda every, step, t: every > 0 and step != 5)
     every = dict(save_every=1, eval_every=1, keep=1)
     metric = f"training_eval/random/{metric}"
-    values = itertools.chain([(9, 5), (7, 6), (1, 1), (8, 2), (math.nan, math.nan)])
     checkpoints = train_small(tmp_path, keep_best=metric, **every)
     assert checkpoints.steps() == [best, 6]
     assert partition.resolve_step(tmp_path, "best") == best
@@ -3022,7 +2922,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, quiet, monkeypatc
 def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet):
     """Or also with its optimizer and step. Its data begin anew."""
     source = train_small(tmp_path / "source").path(6)
-    stored = read_arrays(source)
+    stored = convert.read(source).arrays
     first = train.start_run(small_run(), tmp_path / "first", "", "")
     first_batch = next(first.batches)
     cfg = small_run(steps=1001, start_step=1000)
@@ -3043,33 +2943,17 @@ def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet):
 
 
 @pytest.mark.parametrize(
-    "changes, numbers",
+    "source, changes, named",
     [
-        (dict(steps=200, start_step=1000), "1000 .* 200"),
-        (dict(steps=0), "0 .* 0"),
+        ("", dict(steps=200, start_step=1000), "1000 .* 200"),
+        ("", dict(steps=0), "0 .* 0"),
+        ("nothing", {}, "nothing"),
     ],
 )
-def test_a_run_without_steps_is_refused(tmp_path, changes, numbers):
-    with pytest.raises(UserError, match=numbers):
-        train_small(tmp_path / "run", **changes)
+def test_a_run_without_steps_or_weights_is_refused(source, changes, named, tmp_path):
+    with pytest.raises(UserError, match=named):
+        train_small(tmp_path / "run", source, **changes)
     assert not (tmp_path / "run").exists()
-
-
-def test_a_folder_without_weights_is_refused(tmp_path):
-    with pytest.raises(UserError, match="nothing"):
-        train_small(tmp_path / "run", tmp_path / "nothing")
-
-
-def test_a_damaged_checkpoint_is_never_used(tmp_path, quiet):
-    checkpoints = train_small(tmp_path)
-    (path,) = checkpoints.path(6).glob("*.msgpack")
-    content = bytearray(path.read_bytes())
-    content[-100] ^= 4
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=str(checkpoints.path(6))):
-        train_small(tmp_path, steps=9)
-    shutil.rmtree(checkpoints.path(6))
-    assert train_small(tmp_path, steps=9).steps() == [3, 6, 9]
 
 
 def test_another_vocabulary_is_refused(tmp_path, quiet):
@@ -3449,10 +3333,6 @@ def test_arrays_and_config_determine_whether_a_model_is_tied(family, stated):
         np.testing.assert_array_equal(found, wanted)
 
 
-def text_of(caught):
-    return f"{caught.value} {' '.join(getattr(caught.value, '__notes__', []))}"
-
-
 NORM, HEAD = "encoder.final_layer_norm.weight", "lm_head.weight"
 WO = "decoder.block.1.layer.2.DenseReluDense.wo.weight"
 
@@ -3535,9 +3415,8 @@ def test_damaged_files_are_named(damage, tmp_path):
         named = "model.safetensors.index.json"
         arrays = list(safetensors.numpy.load_file(file).items())
         safetensors.numpy.save_file(dict(arrays[1:]), file)
-    with pytest.raises((UserError, Exception)) as caught:
+    with pytest.raises((UserError, Exception), match=re.escape(named)):
         convert.convert(source, tmp_path / "run")
-    assert named in text_of(caught)
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
@@ -3788,14 +3667,6 @@ def test_a_vocabulary_is_copied(kind, pieces, tmp_path):
             assert ids == expected, (folder.name, text)
 
 
-def test_a_model_without_vocabulary_is_read(tmp_path, capsys):
-    source = write_model(tmp_path / "hf", SMALL.model, hf_state(SMALL.model))
-    convert.convert(source, tmp_path / "run")
-    assert "no vocabulary" in capsys.readouterr().out
-    convert.convert(tmp_path / "run", tmp_path / "back", to="hf")
-    assert not (tmp_path / "back/tokenizer_config.json").exists()
-
-
 @pytest.mark.parametrize("kind", ["BPE", "byte_fallback"])
 def test_vocabularies_to_which_transformers_gives_other_ids_are_not_exported(
     kind, pieces, tmp_path
@@ -3823,11 +3694,14 @@ def test_a_vocabulary_of_another_model_is_refused(pieces, tmp_path):
 
 
 def test_the_command_converts_there_and_back(tmp_path):
+    """Also without a vocabulary, whose file the command then names."""
     source = write_model(tmp_path / "hf", SMALL.model, hf_state(SMALL.model))
-    command("convert.py", source, tmp_path / "run")
+    output = command("convert.py", source, tmp_path / "run")
+    assert "spiece.model" in output
     command("convert.py", tmp_path / "run", tmp_path / "back", "--to", "hf", "--step", 0)
     weights = [folder / "model.safetensors" for folder in (source, tmp_path / "back")]
     assert_equal(*map(safetensors.numpy.load_file, weights))
+    assert not (tmp_path / "back/tokenizer_config.json").exists()
 
 
 # ---- jobs ------------------------------------------------------------------------------
@@ -4121,13 +3995,12 @@ FORKS = sorted((HERE / "forks").glob("*.patch"))
 
 
 def test_forks_are_short_and_apply(tmp_path):
-    """A fork is a patch of at most 60 changed lines, below what it changes and shows."""
+    """A fork is a patch of at most 60 changed lines."""
     assert len(FORKS) >= 12
     for file in HERE.glob("*.py"):
         shutil.copy(file, tmp_path)
     for patch in FORKS:
-        sentences, diff = patch.read_text().split("diff --git ", 1)
-        assert sentences.count(". ") + sentences.count(".\n") >= 2, patch.name
+        _, diff = patch.read_text().split("diff --git ", 1)
         changed = re.findall(r"^[+-](?!\+\+ |-- )", diff, re.MULTILINE)
         assert len(changed) <= 60, patch.name
         env = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
