@@ -170,24 +170,40 @@ def command(*args, stdin="", **options):
     return output
 
 
-def run(line):
-    """Call main() of a script in this process, such as run("infer --raw"). Returns its output."""
-    script, *words = line.split()
+@contextlib.contextmanager
+def own_tables():
+    """Forget the tasks, mixtures, metrics and vocabulary that are added within."""
     tables = configs.TASKS, configs.MIXTURES, configs.METRICS
-    before, out = [dict(table) for table in tables], io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        configs.VOCABULARY.clear()
+        for table, entries in zip(tables, before):
+            table.clear()
+            table.update(entries)
+
+
+@pytest.fixture
+def tables():
+    with own_tables():
+        yield
+
+
+def run(line):
+    """Call main() of a script here, such as run("infer --raw"). Returns its output."""
+    script, *words = line.split()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        own_tables(),
+    ):
         patch.setattr(sys, "argv", [f"{script}.py", *words])
         patch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
         patch.setattr(partition, "start_jax", lambda cfg: None)
         patch.setattr(train, "stop_signals", list)
-        try:
-            sys.modules[script].main()
-        finally:  # The next command must not find the tables of this one.
-            configs.VOCABULARY.clear()
-            for table, entries in zip(tables, before):
-                table.clear()
-                table.update(entries)
-    return out.getvalue()
+        sys.modules[script].main()
+    return output.getvalue()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -197,18 +213,6 @@ def compiled(tmp_path_factory):
     os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
     jax.config.update("jax_compilation_cache_dir", folder)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-@pytest.fixture
-def tables():
-    """Forget the tasks, mixtures, metrics and vocabulary that a test adds."""
-    tables = configs.TASKS, configs.MIXTURES, configs.METRICS
-    before = [(table, dict(table)) for table in tables]
-    yield
-    configs.VOCABULARY.clear()
-    for table, entries in before:
-        table.clear()
-        table.update(entries)
 
 
 # ---- configs ---------------------------------------------------------------------------
@@ -363,7 +367,7 @@ def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_text() == "old"
 
 
-# ---- data: spans and rows ----------------------------------------------------------------
+# ---- data: spans and rows --------------------------------------------------------------
 
 # The ids of this Config are bytes, so that tests need no vocabulary.
 BYTES = change(
@@ -397,7 +401,7 @@ def corrupt_slowly(tokens, bits, sentinel, cfg):
     [(568, 0.15, 3), (34, 0.15, 3), (2, 0.15, 3), (7, 0.15, 3), (300, 0.5, 1.5)],
 )
 def test_lesson_span_corruption_moves_random_spans_to_the_targets(length, density, mean):
-    """A sentinel takes the place of each span in the inputs, and begins it in the targets."""
+    """A sentinel replaces each span in the inputs, and begins it in the targets."""
     cfg = DataConfig(noise_density=density, mean_span_length=mean)
     tokens = np.random.default_rng(0).integers(3, 32000, (20, length))
     noise, _ = data.noise_counts(length, cfg)
@@ -455,20 +459,13 @@ def test_all_compositions_are_equally_likely():
 
 @pytest.mark.parametrize("density, mean", [(0.15, 3), (0.5, 1), (0.9, 1), (0.3, 20)])
 def test_texts_of_all_lengths_fit_into_a_row(density, mean):
-    for inputs_length in range(3, 80):
-        cfg = DataConfig(
-            inputs_length=inputs_length, noise_density=density, mean_span_length=mean
-        )
-        sizes = [
-            length - noise + spans + 1
-            for length in range(2, data.raw_length(cfg) + 2)
-            for noise, spans in [data.noise_counts(length, cfg)]
-        ]
-        assert max(sizes[:-1]) <= inputs_length < sizes[-1]
-    counts = [data.noise_counts(length, cfg) for length in range(2, 80)]
-    assert all(
-        0 < spans <= length - noise for length, (noise, spans) in enumerate(counts, 2)
-    )
+    cfg = DataConfig(noise_density=density, mean_span_length=mean)
+    for limit in range(3, 80):
+        longest = data.raw_length(replace(cfg, inputs_length=limit))
+        for length in range(2, longest + 2):
+            noise, spans = data.noise_counts(length, cfg)
+            assert 0 < spans <= min(noise, length - noise)
+            assert (length - noise + spans + 1 <= limit) == (length <= longest)
 
 
 @pytest.mark.parametrize(
@@ -541,7 +538,7 @@ def test_lesson_packed_examples_have_segments():
 
 
 def test_segments_come_from_lengths():
-    """An empty side, or the id 0 in a text, does not shift the segments of the other side."""
+    """An empty side, or the id 0 in a text, does not shift segments of the other side."""
     pairs = [([], [0, 7, 1]), ([0, 4], [1]), ([], [3])]
     pairs = [tuple(np.array(side, int) for side in pair) for pair in pairs]
     batch = data.fill_rows(pairs, np.array([0, 0, 0]), 1, (4, 6))
@@ -553,55 +550,37 @@ def test_segments_come_from_lengths():
 
 
 def pack_slowly(sizes, limits):
-    """Look at all open rows for each example, with exact fractions."""
+    """Look at all open rows for each example, with lists."""
     share = [[n / limit for n, limit in zip(size, limits)] for size in sizes]
-    rows = [list(limits) for _ in range(math.ceil(max(map(math.fsum, zip(*share)))))]
-    row = [None] * len(sizes)
+    count = math.ceil(max(sum(side) / limit for side, limit in zip(zip(*sizes), limits)))
+    free, row = [limits] * count, [None] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sum(share[i])):
-        fits = [
-            k for k, r in enumerate(rows) if r[0] >= sizes[i][0] and r[1] >= sizes[i][1]
-        ]
+        left = [[n - size for n, size in zip(now, sizes[i])] for now in free]
+        fits = [k for k, both in enumerate(left) if min(both) >= 0]
         if not fits:
-            rows.append(list(limits))
-            fits = [len(rows) - 1]
+            fits, free = [len(free)], [*free, limits]
+            left.append([n - size for n, size in zip(limits, sizes[i])])
 
         def difference(k):
-            free = [(r - n) / limit for r, n, limit in zip(rows[k], sizes[i], limits)]
-            return round(abs(free[0] - free[1]), 9)
+            inputs, targets = (n / limit for n, limit in zip(left[k], limits))
+            return round(abs(inputs - targets), 9)
 
         row[i] = min(fits, key=difference)
-        rows[row[i]] = [r - n for r, n in zip(rows[row[i]], sizes[i])]
+        free[row[i]] = left[row[i]]
     return row
 
 
 @pytest.mark.parametrize("limits", [(32, 16), (64, 64), (8, 128)])
-def test_lesson_packing_equals_a_slow_version(limits):
+@pytest.mark.parametrize("share", [1, 2, 4])
+def test_lesson_packing_equals_a_slow_version(limits, share):
     rng = np.random.default_rng(limits[0])
     for n in (1, 2, 25, 120):
-        sizes = np.stack([rng.integers(1, limit // 2, n) for limit in limits], axis=1)
+        sizes = [rng.integers(0, limit // share + 1, n) for limit in limits]
+        sizes = np.stack(sizes, axis=1)
         assert data.pack(sizes, limits).tolist() == pack_slowly(sizes.tolist(), limits)
 
 
-def test_packed_rows_are_full_and_keep_both_limits():
-    rng = np.random.default_rng(0)
-
-    def lengths(mean, spread, most):
-        return np.clip(rng.lognormal(mean, spread, 4000), 2, most).astype(int)
-
-    for inputs, targets, limits, least in (
-        (lengths(4.2, 0.8, 512), lengths(2.8, 0.7, 114), (512, 114), 0.95),
-        (lengths(4.8, 0.9, 1024), lengths(2.0, 1.0, 256), (1024, 256), 0.98),  # as in T0
-        (lengths(3.7, 0.6, 512), rng.choice([6, 8], 4000), (512, 84), 0.96),  # as in GLUE
-        (rng.integers(0, 4, 4000), rng.integers(1, 5, 4000), (4, 5), 0.9),
-    ):
-        row = data.pack(np.stack([inputs, targets], axis=1), limits)
-        assert np.bincount(row, inputs).max() <= limits[0]
-        assert np.bincount(row, targets).max() <= limits[1]
-        bound = max(inputs.sum() / limits[0], targets.sum() / limits[1])
-        assert bound / (row.max() + 1) > least
-
-
-# ---- data: batches -------------------------------------------------------------------------
+# ---- data: batches ---------------------------------------------------------------------
 
 
 def write_jsonl(path, rows):
@@ -788,7 +767,7 @@ def test_the_denoisers_of_ul2_are_a_mixture_of_tasks(tmp_path, tables):
     assert found == expected
 
 
-# ---- data: sources and tasks ---------------------------------------------------------------
+# ---- data: sources and tasks -----------------------------------------------------------
 
 ROWS = [{"inputs": 'a "b" c', "targets": "007"}, {"inputs": "ü,\n1", "targets": ""}]
 PAIR = [{"inputs": "a", "targets": "b"}]
@@ -1039,7 +1018,7 @@ def test_rates_of_mixtures(name, expected, monkeypatch):
             data.Batches(change(cfg, data=dict(source="jsonl:a")), TOKENIZER)
 
 
-# ---- data: vocabularies ----------------------------------------------------------------------
+# ---- data: vocabularies ----------------------------------------------------------------
 
 
 @pytest.fixture(scope="session")
@@ -1063,7 +1042,7 @@ def add_pieces(pieces, *names, kind="USER_DEFINED"):
 
 
 def test_sentinels_are_appended_in_descending_order(pieces):
-    """In T5's vocabulary of 32,100 ids, <extra_id_0> is 32099 and <extra_id_99> is 32000."""
+    """In T5's vocabulary of 32,100 ids, <extra_id_0> is 32099 and the last is 32000."""
     tokenizer, bare = data.Tokenizer(pieces, 100), data.Tokenizer(pieces, 0)
     assert tokenizer.size == bare.size + 100 and bare.sentinel is None
     assert tokenizer.sentinel == tokenizer.size - 1 and tokenizer.extra_ids == 100
@@ -1266,9 +1245,8 @@ def test_each_number_is_written_once(tmp_path):
     checkpoints.save(arrays, 1)
     checkpoints.finish()
     headers, _ = partition.read_head(checkpoints.path(1))
-    assert {name: len(shards) for name, shards in headers.items()} == dict.fromkeys(
-        arrays, 1
-    )
+    assert headers.keys() == arrays.keys()
+    assert all(len(shards) == 1 for shards in headers.values())
 
 
 class Later:
@@ -1725,9 +1703,7 @@ def test_bfloat16_is_near_float32():
     (loss, sums), grads = loss_and_gradients(params, batch, half)
     assert forward(params, batch, half.model).dtype == jnp.float32
     assert abs(loss / exact - 1) < 0.01
-    for g, exact in zip(
-        jax.tree.leaves(grads), jax.tree.leaves(exact_grads), strict=True
-    ):
+    for g, exact in zip(*map(jax.tree.leaves, (grads, exact_grads)), strict=True):
         assert g.dtype == jnp.float32
         assert jnp.linalg.norm(g - exact) < 0.12 * jnp.linalg.norm(exact)
 
@@ -1964,13 +1940,9 @@ def test_an_ended_output_is_padded_and_outputs_are_sorted_by_score():
         state = infer.step(state, log_probs, at, **options)
     assert state.ids[:, 0].tolist() == [[1, 0, 0], [2, 2, 0]]
     assert_close(state.scores[:, 0], np.log([0.6, 0.25]), 1e-6)
-    three = infer.Outputs(
-        jnp.arange(6).reshape(1, 3, 2), jnp.array([[-3.0, -1, -2]]), None
-    )
-    ids, scores = infer.result(three)
-    assert ids.tolist() == [[[2, 3], [4, 5], [0, 1]]] and scores.tolist() == [
-        [-1, -2, -3]
-    ]
+    three = jnp.array([[[0], [1], [2]]]), jnp.array([[-3.0, -1, -2]])
+    ids, scores = infer.result(infer.Outputs(*three, None))
+    assert ids[0, :, 0].tolist() == [1, 2, 0] and scores.tolist() == [[-1, -2, -3]]
 
 
 @pytest.mark.parametrize(
@@ -2117,7 +2089,7 @@ LINES[4] = {"inputs": [5, 6, 1], "targets": [7, 1]}
 
 @pytest.fixture
 def answer(byte_run, tmp_path, monkeypatch, one_device):
-    """A function that runs infer.py --input in.jsonl --output NAME and returns the bytes."""
+    """A function that answers in.jsonl as infer.py does, and returns the bytes."""
     monkeypatch.chdir(tmp_path)
     Path("in.jsonl").write_text("\n".join(map(json.dumps, LINES)))
 
@@ -2144,11 +2116,9 @@ def begun(byte_run):
 
 
 def test_each_line_gets_a_result_of_its_kind(answer):
-    lines = list(map(json.loads, answer("a.jsonl").splitlines()))
-    assert [x | {"prediction": 0} for x in lines] == [
-        x | {"prediction": 0} for x in LINES
-    ]
-    assert all(type(x["inputs"]) is type(x["prediction"]) for x in lines)
+    for line, given in zip(answer("a.jsonl").splitlines(), LINES, strict=True):
+        line = json.loads(line)
+        assert type(line.pop("prediction")) is type(line["inputs"]) and line == given
     scored = answer("b.jsonl", "--mode", "score").splitlines()
     assert all(json.loads(line)["score"] < 0 for line in scored)
     encoded = answer("c.jsonl", "--mode", "encode").splitlines()
@@ -2636,11 +2606,8 @@ def test_lesson_train_two_updates_of_adafactor_by_hand():
 
 
 def test_learning_rates_equal_recorded_rates_of_t5x():
-    names = {
-        "factors": "schedule",
-        "base_learning_rate": "learning_rate",
-        "step_offset": "schedule_offset",
-    }
+    names = {"factors": "schedule", "step_offset": "schedule_offset"}
+    names |= {"base_learning_rate": "learning_rate"}
     for case in json.load(recorded("t5x/schedule.json")):
         steps, values = case.pop("steps"), case.pop("values")
         cfg = TrainConfig(**{names.get(key, key): value for key, value in case.items()})
@@ -3018,12 +2985,7 @@ def assert_same_runs(a, b):
 @slow
 @pytest.mark.parametrize(
     "number, step",
-    [
-        (signal.SIGKILL, 1),
-        (signal.SIGKILL, 10),
-        (signal.SIGKILL, 23),
-        (signal.SIGTERM, 17),
-    ],
+    [*((signal.SIGKILL, step) for step in (1, 10, 23)), (signal.SIGTERM, 17)],
 )
 def test_a_killed_run_ends_like_an_uninterrupted_run(
     straight_runs, tmp_path, number, step
@@ -3098,11 +3060,7 @@ def test_lesson_convert_a_tied_model_scales_its_logits():
     embed, head = np.ones((7, 4), np.float32), np.full((7, 4), 8, np.float32)
 
     def convert_head(head, **config):
-        arrays = {
-            "shared.weight": embed,
-            "decoder.block.0": embed,
-            "lm_head.weight": head,
-        }
+        arrays = {"decoder.block.0": embed, "shared.weight": embed, HEAD: head}
         return convert.one_embedding(arrays, config, "model").get("lm_head.weight")
 
     assert convert_head(embed, tie_word_embeddings=True) is None
@@ -3110,7 +3068,7 @@ def test_lesson_convert_a_tied_model_scales_its_logits():
     assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
 
 
-# ---- convert: folders of Hugging Face, written by other programs -------------------------
+# ---- convert: folders of Hugging Face, written by other programs -----------------------
 
 
 def hf_state(m, seed=0):
@@ -3251,7 +3209,7 @@ def of_transformers(folder, kind):
 
 
 def logits_of(folder, weights, kind):
-    """Return logits of transformers and ours for the same inputs, or the encoder's output."""
+    """Return logits of transformers and ours, or the outputs of encoders."""
     torch = pytest.importorskip("torch")
     network = of_transformers(folder, kind)
     params, cfg = params_of(weights), replace(weights.cfg.model, dtype="float32")
@@ -3467,7 +3425,7 @@ def test_a_new_folder_appears_only_when_it_is_complete(tmp_path, monkeypatch):
     np.testing.assert_array_equal(found, state["shared.weight"].astype(jnp.bfloat16))
 
 
-# ---- convert: T5X and Mesh TensorFlow ----------------------------------------------------
+# ---- convert: T5X and Mesh TensorFlow --------------------------------------------------
 
 
 T5X_MODEL = ModelConfig(  # with matrices that are wide, tall, square and not factored
@@ -3477,7 +3435,7 @@ T5X_MODEL = ModelConfig(  # with matrices that are wide, tall, square and not fa
 
 
 def t5x_state(m, seed=0):
-    """Return a state of T5X, and gradients whose first step of Adafactor gives its slots."""
+    """Return a state of T5X, and gradients of which a step of Adafactor has its slots."""
     rng, tree, layers = np.random.default_rng(seed), {"state/step": np.int32(1000)}, {}
     for path, _, shape, name, _ in convert.all_names(m):
         tree[f"target/{name}"] = rng.standard_normal(shape, dtype=np.float32)
@@ -3595,15 +3553,15 @@ def test_gin_files_state_what_weights_do_not_show(text, expected, tmp_path):
         convert.with_gin(m, [inner, tmp_path])
 
 
-# ---- convert: vocabularies ---------------------------------------------------------------
+# ---- convert: vocabularies -------------------------------------------------------------
 
 
 def many_texts():
     """Return 300 texts with white space, accents, rare characters and sentinels."""
     rng = np.random.default_rng(1)
     parts = (
-        "alpha beta gamma, (delta) the \u00e9t\u00e9 e\u0301t\u00e9 \u4e2d\u6587 \ufb01 12,345 A.B "
-        "<extra_id_0> <extra_id_3> zeta\tx \u3000y z\xa0 \U0001f642 < pad</s <unk "
+        "alpha beta gamma, (delta) the \u00e9t\u00e9 e\u0301t\u00e9 \u4e2d\u6587 \ufb01 "
+        "12,345 A.B <extra_id_0> <extra_id_3> zeta\tx \u3000y z\xa0 \U0001f642 < pad</s <unk "
     ).split(" ")
     return [" ".join(rng.choice(parts, rng.integers(0, 9))) for _ in range(300)]
 

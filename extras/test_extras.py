@@ -254,7 +254,8 @@ def test_names_that_the_core_does_not_know_are_found_in_the_extra():
     code = """
 import configs, data
 cfg = configs.load_recipe("small_glue_finetune")
-print(data.find_task("glue_rte_v002", cfg).source, len(data.mixture_rates(cfg.data.task, cfg)))
+print(data.find_task("glue_rte_v002", cfg).source)
+print(len(data.mixture_rates(cfg.data.task, cfg)))
 """
     assert command("-c", code).split() == ["tfds:glue/rte:1.0.0", "11"]
 
@@ -534,10 +535,22 @@ def test_pretokenized_files_give_the_same_batches_as_their_texts(tmp_path, task)
 
 def test_cycles_and_communication_are_read_from_a_program():
     """The body of a loop counts once for each turn. The lines are from the TPU compiler."""
-    priced = 'metadata={{op_name="jit(train_step)/{}"}}, backend_config={{"estimated_cycles":"500"}}'
+
+    def priced(name):
+        cost = '{"estimated_cycles":"500"}'
+        return f'metadata={{op_name="jit(train_step)/{name}"}}, backend_config={cost}'
+
+    matmul = priced("transpose(jvp())/dot_general")
+    again = priced("transpose(jvp())/rematted_computation/mul")
+    scatter = "kind=kCustom, calls=%all-reduce-scatter.3.clone"
+    pallas = (
+        'custom_call_target="tpu_custom_call", '
+        'metadata={op_name="jit(train_step)/jvp()/pallas_call"}, '
+        'backend_config={"cost_estimate":{"flops":"480000","transcendentals":"3"}}'
+    )
     text = f"""%body (p: f32[2]) -> f32[2] {{
-  %fusion.1 = bf16[4,8]{{1,0:T(8,128)}} fusion(%p), kind=kLoop, calls=%f, {priced.format("transpose(jvp())/dot_general")}
-  %fusion.2 = bf16[4,8]{{1,0}} fusion(%fusion.1), kind=kCustom, calls=%all-reduce-scatter.3.clone
+  %fusion.1 = bf16[4,8]{{1,0:T(8,128)}} fusion(%p), kind=kLoop, calls=%f, {matmul}
+  %fusion.2 = bf16[4,8]{{1,0}} fusion(%fusion.1), {scatter}
   %async-collective-start.1 = (bf16[1,8]{{1,0}}, bf16[4,8], s32[2], bf16[4]) fusion(%fusion.2)
   %async-collective-done.1 = bf16[4,8]{{1,0}} fusion(%async-collective-start.1)
 }}
@@ -545,11 +558,11 @@ ENTRY %main (p: f32[2]) -> f32[2] {{
   %while.1 = f32[2] while(%p), condition=%c, body=%body, known_trip_count":{{"n":"3"}}
   %all-reduce.1 = (f32[4], f32[2,2]) all-reduce(%p), attributes={{n="all-gather-start.1"}}
   %all-reduce.2 = f32[4] all-reduce(%p), replica_groups={{{{0}},{{1}},{{2}},{{3}}}}
-  %fusion.4 = f32[2] fusion(%p), {priced.format("sub")}
-  %fusion.5 = f32[2] fusion(%p), {priced.format("jvp()/closed_call/mul")}
-  %fusion.6 = f32[2] fusion(%p), {priced.format("transpose(jvp())/rematted_computation/mul")}
+  %fusion.4 = f32[2] fusion(%p), {priced("sub")}
+  %fusion.5 = f32[2] fusion(%p), {priced("jvp()/closed_call/mul")}
+  %fusion.6 = f32[2] fusion(%p), {again}
   %copy.7 = f32[2] copy(%p), backend_config={{"estimated_cycles":"7"}}
-  %kernel.1 = f32[2] custom-call(%p), custom_call_target="tpu_custom_call", metadata={{op_name="jit(train_step)/jvp()/pallas_call"}}, backend_config={{"cost_estimate":{{"flops":"480000","transcendentals":"3"}}}}
+  %kernel.1 = f32[2] custom-call(%p), {pallas}
 }}"""
     kernel = 480_000 // plan.KERNEL_FLOPS_PER_CYCLE  # the compiler does not price kernels
     assert plan.estimated_cycles(text) == {
