@@ -713,11 +713,11 @@ def test_changed_files_are_refused_on_a_restart(mixture, tmp_path):
     data.Batches(mixture, TOKENIZER, batches.state)
     with (tmp_path / "b.jsonl").open("a") as file:
         file.write("\n")
-    with pytest.raises(UserError, match="files"):
+    with pytest.raises(UserError):
         data.Batches(mixture, TOKENIZER, batches.state)
     write_pairs(tmp_path / "b.jsonl", 57, 1000)
     configs.MIXTURES["abc"] = {"a": 4, "b": 2, "c": 2}
-    with pytest.raises(UserError, match="rates"):
+    with pytest.raises(UserError):
         data.Batches(mixture, TOKENIZER, batches.state)
 
 
@@ -732,7 +732,7 @@ def test_an_error_in_the_background_reaches_the_training_loop(mixture, tmp_path)
 def test_a_source_without_text_is_refused(tmp_path):
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 30)
     cfg = change(BYTES, data=dict(source=source, task="span_corruption"))
-    with pytest.raises(UserError, match="no text"):
+    with pytest.raises(UserError, match="a.jsonl"):
         next(data.Batches(cfg, TOKENIZER))
 
 
@@ -2003,27 +2003,24 @@ def test_samples_depend_on_the_example_the_sample_the_position_and_the_seed():
 )
 def test_results_do_not_depend_on_the_batch_or_the_mesh(mode, decode):
     """They come in the order of the examples, although batches are sorted by length."""
-    rng, results = np.random.default_rng(0), []
-    examples = [
-        infer.Example(*(rng.integers(3, 256, n).tolist() for n in lengths), number)
-        for number, lengths in enumerate(
-            [(5, 3), (30, 8), (1, 5), (16, 2), (17, 20), (0, 4)]
-        )
-    ]
+    rng, examples = np.random.default_rng(0), []
+    for pair in [(5, 3), (30, 8), (1, 5), (16, 2), (17, 20), (0, 4)]:
+        ids = (rng.integers(3, 256, length).tolist() for length in pair)
+        examples.append(infer.Example(*ids, number=len(examples)))
     weights = jax.device_get(make_params(SMALL))
-    for devices, size, model_axis in ((1, 1, 1), (8, 8, 2)):
-        cfg = change(
-            data=dict(targets_length=6),
-            decode=dict(batch_size=size, **decode),
-            mesh=dict(model=model_axis),
-        )
+
+    def results(groups, devices, **mesh):
+        batches = dict(batch_size=8, **decode)
+        cfg = change(data=dict(targets_length=6), decode=batches, mesh=mesh)
         mesh = partition.set_mesh(cfg, jax.devices()[:devices])
-        params = place(weights, cfg)
-        results.append([*infer.run_examples(params, cfg, mesh, examples, mode)])
+        args = place(weights, cfg), cfg, mesh
+        return [x for group in groups for x in infer.run_examples(*args, group, mode)]
+
+    found = results([examples], 8, model=2), results([[x] for x in examples], 1)
     if mode == "predict":
-        ids, results = zip(*(zip(*pairs) for pairs in results))
+        ids, found = zip(*(zip(*pairs) for pairs in found))
         assert ids[0] == ids[1]
-    for scores, others in zip(*results, strict=True):
+    for scores, others in zip(*found, strict=True):
         np.testing.assert_allclose(scores, others, rtol=1e-4)
 
 
@@ -2046,9 +2043,8 @@ def test_beams_without_an_output_are_left_out(one_device):
     """With 5 ids and length 1, five outputs are possible, and one of them ends."""
     cfg = change(model=dict(vocab_size=5), decode=dict(beams=8, num_return=8, max_len=1))
     params = make_params(cfg)
-    ((outputs, scores),) = infer.run_examples(
-        params, cfg, one_device, [infer.Example([2, 3, 1])]
-    )
+    examples = [infer.Example([2, 3, 1])]
+    ((outputs, scores),) = infer.run_examples(params, cfg, one_device, examples)
     assert outputs == [[]] and len(scores) == 1
 
 
@@ -2088,29 +2084,24 @@ LINES[4] = {"inputs": [5, 6, 1], "targets": [7, 1]}
 
 
 @pytest.fixture
-def answer(byte_run, tmp_path, monkeypatch, one_device):
-    """A function that answers in.jsonl as infer.py does, and returns the bytes."""
+def answer(byte_run, tmp_path, monkeypatch):
+    """A function that calls infer.py --input in.jsonl --output NAME, and returns bytes."""
     monkeypatch.chdir(tmp_path)
-    Path("in.jsonl").write_text("\n".join(map(json.dumps, LINES)))
+    write_jsonl(Path("in.jsonl"), LINES)
 
-    def run(output, *flags):
-        files = ("--input", "in.jsonl", "--output", output, "--run_dir", str(byte_run))
-        options = configs.parse(infer.Options, [*files, *map(str, flags)])
-        cfg, tokenizer = options.cfg, data.load_tokenizer(options.cfg, byte_run)
-        step = partition.resolve_step(byte_run, options.step)
-        _, params = infer.load_params(cfg, byte_run, step)
-        infer.run_file(params, options, step, one_device, tokenizer)
+    def answer_lines(output, *flags):
+        flags = " ".join(map(str, flags))
+        run(f"infer --run_dir {byte_run} --input in.jsonl --output {output} {flags}")
         return Path(output).read_bytes()
 
-    return run
+    return answer_lines
 
 
 @pytest.fixture
 def begun(byte_run):
     """A function that returns the path of the unfinished file of answer(NAME)."""
-    options = configs.parse(
-        infer.Options, ["--input", "in.jsonl", "--run_dir", str(byte_run)]
-    )
+    flags = ["--input", "in.jsonl", "--run_dir", str(byte_run)]
+    options = configs.parse(infer.Options, flags)
     digest = infer.job_digest(options, 2, data.load_tokenizer(options.cfg))
     return lambda output: Path(f"{output}.{digest}.partial")
 
@@ -2151,11 +2142,11 @@ def test_another_job_does_not_continue_the_file(answer, begun, flags):
 
 def test_files_of_other_inputs_and_finished_files_are_not_touched(answer, begun):
     begun("a.jsonl").write_text('{"inputs": "other", "targets": "b"}\n')
-    with pytest.raises(UserError, match="other inputs"):
+    with pytest.raises(UserError, match="a.jsonl"):
         answer("a.jsonl")
     begun("a.jsonl").unlink()
     answer("a.jsonl")
-    with pytest.raises(UserError, match="exists"):
+    with pytest.raises(UserError, match="a.jsonl"):
         answer("a.jsonl")
     with begun("b.jsonl").open("w") as file:
         infer.fcntl.flock(file, infer.fcntl.LOCK_EX)  # as a second, equal command does
@@ -2507,9 +2498,9 @@ def test_choices_that_become_equal_ids_are_refused(evaluated):
 
 def test_a_task_without_pairs_or_split_is_refused(evaluated):
     for function in (evaluate.predict, evaluate.rank):
-        with pytest.raises(UserError, match="no pairs"):
+        with pytest.raises(UserError, match="mine"):
             evaluated(function, [{"text": "a"}], objective=data.spans)
-    with pytest.raises(UserError, match="no pairs"):
+    with pytest.raises(UserError, match="mine"):
         evaluated(evaluate.predict, [{"text": "a"}], "nowhere", objective=data.spans)
 
 
@@ -2526,7 +2517,7 @@ def test_the_command_evaluates_the_tasks_of_another_recipe_file(byte_run, tmp_pa
     """It appends metrics, writes outputs, a table and a picture, and skips damage."""
     (tmp_path / "own.py").write_text(OWN_TASKS)
     rows = [{"inputs": str(n), "targets": "ab"[n % 2]} for n in range(7)]
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(tmp_path / "rows.jsonl", rows)
     run = shutil.copytree(byte_run, tmp_path / "run")
     (damaged,) = (run / "checkpoints/step_00000001").glob("*.msgpack")
     content = bytearray(damaged.read_bytes())
@@ -2536,7 +2527,7 @@ def test_the_command_evaluates_the_tasks_of_another_recipe_file(byte_run, tmp_pa
     script = HERE / "evaluate.py"
     outputs = "--csv", "table.csv", "--plot", "curves.png"
     output = command(script, *flags, "--step", "all", *outputs, cwd=tmp_path)
-    assert "step 1 is skipped" in output
+    assert str(damaged) in output
     more = "--mode", "loss", "--output", "other", "--decode.beams", 2
     command(script, *flags, *more, cwd=tmp_path)
     (line,) = map(json.loads, (run / "eval/metrics.jsonl").read_text().splitlines())
@@ -3418,7 +3409,7 @@ def test_a_new_folder_appears_only_when_it_is_complete(tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "full"}
     monkeypatch.undo()
     convert.convert(source, tmp_path / "run")
-    with pytest.raises(UserError, match="run already"):
+    with pytest.raises(UserError, match=re.escape(str(tmp_path / "run"))):
         convert.convert(tmp_path / "run", new)
     convert.convert(tmp_path / "run", tmp_path / "half", to="hf", dtype="bfloat16")
     found = params_of(tmp_path / "half")["embed"]
