@@ -2178,7 +2178,7 @@ def test_a_line_that_is_neither_text_nor_ids_is_named(answer, line):
 def test_tasks_are_answered_as_they_are_trained(answer, monkeypatch):
     """The ids of a task have EOS where the task says so, also if its inputs are ids."""
     rows = [{"inputs": [5, 6], "targets": [7]}, {"inputs": "ab", "targets": "c"}]
-    Path("task.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    write_jsonl(Path("task.jsonl"), rows)
     seen = []
 
     def record(params, cfg, mesh, examples, mode):
@@ -3722,9 +3722,9 @@ def test_job_c4_and_an_exact_restart(pretrained, here):
 
 def test_job_translation(pretrained, here):
     """evaluate.py gives the best checkpoint the BLEU that it had during training."""
-    rows = [{"en": x, "de": " ".join(x.split()[::-1])} for x in sentences(80)]
-    for split, rows in {"train": rows, "validation": rows[:10]}.items():
-        Path(f"{split}.jsonl").write_bytes(b"".join(map(infer.to_json, rows)))
+    pairs = [{"en": x, "de": " ".join(x.split()[::-1])} for x in sentences(80)]
+    for split, rows in {"train": pairs, "validation": pairs[:10]}.items():
+        write_jsonl(Path(f"{split}.jsonl"), rows)
         lines = ["en\tde", *("\t".join(row.values()) for row in rows)]
         Path(f"{split}.tsv").write_text("\n".join(lines))
     run(
@@ -3744,7 +3744,7 @@ def test_job_translation(pretrained, here):
     )
     assert values_of("eval", name) == {best: pytest.approx(bleu[best])}
     line = Path(f"eval/wmt_t2t_ende_v003-{best:08}.jsonl").read_text().splitlines()[0]
-    assert json.loads(line)["inputs"] == f"translate English to German: {rows[0]['en']}"
+    assert json.loads(line)["inputs"] == f"translate English to German: {pairs[0]['en']}"
     assert Path("bleu.csv").exists() and Path("bleu.png").exists()
 
 
@@ -3784,7 +3784,7 @@ CONFIG = replace(recipe, data=replace(recipe.data, task="both"))
 def test_job_own_tasks_mixture_metric_and_vocabulary(here):
     """They stand in a recipe file, of which the run keeps a copy for all commands."""
     for split in ("train", "validation"):
-        rows = ["a,b", *map(",".join, zip(WORDS, WORDS[1:]))]
+        rows = ["a,b", *map(",".join, itertools.pairwise(WORDS))]
         Path(f"{split}.csv").write_text("\n".join(rows))
     Path("mine.py").write_text(OWN)
     run(
@@ -3822,7 +3822,7 @@ def test_job_own_language_for_transformers(here, monkeypatch):
 
 def test_job_answer_a_file_on_two_machines(pretrained, here):
     rows = [{"id": i, "inputs": line} for i, line in enumerate(sentences(7))]
-    Path("in.jsonl").write_bytes(b"".join(map(infer.to_json, rows)))
+    write_jsonl(Path("in.jsonl"), rows)
     for shard in ("0/1", "0/2", "1/2"):
         flags = f"--input in.jsonl --output {shard.replace('/', 'of')} --shard {shard}"
         run(f"infer --run_dir {pretrained} {flags}")
@@ -3848,7 +3848,7 @@ def kill_when(folder, pattern, size, *args):
 def test_a_killed_inference_continues_where_it_stopped(pretrained, tmp_path):
     """The file is that of a command that was not killed, also if a line was torn."""
     rows = [{"inputs": f"{i} {line}"} for i, line in enumerate(sentences(3000))]
-    (tmp_path / "in.jsonl").write_bytes(b"".join(map(infer.to_json, rows)))
+    write_jsonl(tmp_path / "in.jsonl", rows)
     flags = "infer.py", "--run_dir", pretrained, "--input", tmp_path / "in.jsonl"
     command(*flags, "--output", tmp_path / "whole")
     for size in (1, 40_000, 120_000):
@@ -3935,7 +3935,7 @@ def test_a_wrong_command_names_what_is_wrong(
     with pytest.raises((SystemExit, Exception)) as error:
         run(wrong.replace("RUN", str(pretrained)))
     said = f"{error.value} {capsys.readouterr().err}"
-    assert re.search(named, said, re.S), said
+    assert re.search(named, said, re.DOTALL), said
 
 
 # ---- forks -----------------------------------------------------------------------------

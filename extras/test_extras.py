@@ -1,4 +1,5 @@
 """Test the files of extras: `pytest extras`."""
+# ruff: noqa: F811 (fixtures are arguments of tests)
 
 import json
 import math
@@ -514,8 +515,7 @@ def test_pretokenized_files_give_the_same_batches_as_their_texts(tmp_path, task)
         for n in range(90)
     ]
     for i in range(3):
-        lines = [json.dumps(row) for row in rows[i::3]]
-        (tmp_path / f"{i}.jsonl").write_text("\n".join(lines))
+        write_jsonl(tmp_path / f"{i}.jsonl", rows[i::3])
     cfg = change(
         model=dict(vocab_size=384),
         data=dict(task=task, vocab="bytes", source=f"jsonl:{tmp_path}/*.jsonl"),
@@ -863,16 +863,16 @@ def test_job_glue(pretrained, here):
             dict.fromkeys(keys, x) | {"label": i % 2 * (1.0 if name == "stsb" else 1)}
             for i, x in enumerate(sentences(20))
         ]
-        splits = {"train": rows, "validation": rows[:8]}
-        write_tfds(here / f"glue/{name}/1.0.0", splits)
+        folder = here / f"glue/{name}/1.0.0"
+        write_tfds(folder, {"train": rows, "validation": rows[:8]})
     run(
         f"train --config small_glue_finetune --run_dir glue/run --init_from {pretrained} "
         f"{FINETUNE} --data.tfds_dir {here} --train.steps 1000050"
     )
     assert_learns("glue/run")
     rows = [{"passage": "alpha", "question": "beta", "label": i} for i in (0, 1)]
-    splits = {"train": rows, "validation": rows}
-    write_tfds(here / "super_glue/boolq/1.0.2", splits)
+    folder = here / "super_glue/boolq/1.0.2"
+    write_tfds(folder, {"train": rows, "validation": rows})
     for flags in ("glue_rte_v002", "super_glue_boolq_v102 --mode rank"):
         run(f"evaluate --run_dir glue/run --output glue/run --tasks {flags}")
     names = [name.split("/") for name in evaluate.read_metrics(["glue/run"])[1_000_050]]
