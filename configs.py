@@ -1,8 +1,8 @@
 """All settings of plain T5, and recipes: named values for these settings.
 
-A setting is a field of a dataclass, and the comment beside it is its help text. A recipe is
-a Config. Every command takes `--config NAME`, or a Python file that defines CONFIG, and flags
-such as `--train.steps 500` that change single settings.
+A setting is a field of a dataclass, and the comment beside it is its help text. A recipe
+is a Config. Every command takes `--config NAME`, or a Python file that defines CONFIG, and
+flags such as `--train.steps 500` that change single settings.
 
     python configs.py             list the recipes
     python configs.py small_c4    print every setting of a recipe
@@ -10,8 +10,8 @@ such as `--train.steps 500` that change single settings.
 
 import argparse
 import dataclasses
-import difflib
 import json
+import math
 import os
 import runpy
 import sys
@@ -68,22 +68,14 @@ class DataConfig:
     task: str = "span_corruption"  # task or mixture; see `python data.py --list`
     eval_tasks: str = ""  # tasks to evaluate, with commas; empty means the training task
     fields: str = ""  # names of the source's fields, as in inputs=question,targets=answer
-    vocab: str = (
-        "train:32000"  # FILE.model, FILE.json, bytes, or train:N to train N pieces
-    )
+    vocab: str = "train:32000"  # FILE.model, FILE.json, bytes, or train:N for N pieces
     extra_ids: int = 100  # sentinels <extra_id_0>, ... added to the vocabulary
     inputs_length: int = 512  # input tokens in a row, with EOS; longer inputs are cut
     targets_length: int = 114  # target tokens in a row
     pack: bool = True  # whether short examples share a row
     noise_density: float = 0.15  # fraction of tokens that span corruption removes
     mean_span_length: float = 3.0  # mean number of tokens in a removed span
-    tfds_dir: str = (
-        ""  # folder of prepared TFDS datasets; empty means the default of TFDS
-    )
-
-    def __post_init__(self):
-        if not 0 < self.noise_density < 1 or self.mean_span_length < 1:
-            raise UserError("--data.noise_density or mean_span_length is out of range.")
+    tfds_dir: str = ""  # folder of prepared TFDS datasets; empty: the default of TFDS
 
 
 @dataclass(frozen=True)
@@ -113,7 +105,7 @@ class TrainConfig:
     eval_batches: int = 20  # batches of a held-out loss; 0 means all held-out examples
     infer_every: int = 0  # steps between evaluations of generated text
     save_every: int = 1000  # steps between checkpoints
-    keep: int = 3  # newest checkpoints to keep
+    keep: int = 3  # newest checkpoints to keep; 0 means all
     keep_best: str = ""  # metric whose best checkpoint is kept, too
     seed: int = 0  # of weights, order of examples, removed spans, dropout and sampling
 
@@ -131,7 +123,7 @@ class DecodeConfig:
     # length penalty: ((5 + length) / 6)^alpha as in T5X, or length^alpha
     penalty: Literal["gnmt", "length"] = "gnmt"
     max_len: int | None = None  # most tokens to generate; None: data.targets_length
-    temperature: float = 0.0  # of sampling; 0 means greedy
+    temperature: float = 0.0  # of sampling; 0 is greedy, or 1 with top_k or top_p
     top_k: int = 0  # sample from the k most probable tokens; 0 means all
     top_p: float = 0.0  # sample from the most probable tokens with this mass; 0 means all
     num_return: int = 1  # samples or best beams of each input
@@ -139,13 +131,15 @@ class DecodeConfig:
     batch_size: int = 32  # inputs that are decoded together
 
     def __post_init__(self):
-        samples = self.temperature > 0 or self.top_k > 0 or self.top_p > 0
-        if self.beams and samples:
+        if self.beams and self.samples:
             raise UserError("--decode.beams and sampling exclude each other.")
-        if self.num_return > max(1, self.beams) and not samples:
-            raise UserError(
-                "--decode.num_return needs as many --decode.beams, or sampling."
-            )
+        if self.num_return > max(1, self.beams) and not self.samples:
+            raise UserError("--decode.num_return needs that many beams, or sampling.")
+
+    @property
+    def samples(self) -> bool:
+        """Whether ids are drawn at random. As in T5X, a temperature of 1e-4 is greedy."""
+        return self.temperature > 1e-4 or self.top_k > 0 or self.top_p > 0
 
 
 @dataclass(frozen=True)
@@ -249,8 +243,7 @@ def load_recipe(name: str) -> Config:
 
         if name not in t5_tasks.RECIPES:
             recipes = [*RECIPES, *t5_tasks.RECIPES]
-            near = difflib.get_close_matches(name, recipes) or recipes
-            raise UserError(f"There is no recipe {name}. Perhaps: {', '.join(near)}.")
+            raise UserError(f"There is no recipe {name}, but {', '.join(recipes)}.")
         return t5_tasks.RECIPES[name]
     sys.path.insert(0, str(Path(name).resolve().parent))  # It may import its neighbors.
     program = runpy.run_path(name)
@@ -262,6 +255,19 @@ def load_recipe(name: str) -> Config:
 
 
 # ---- the command line ------------------------------------------------------------------
+
+# The least and the greatest value of a number. All other numbers must be at least 0.
+RANGES = {
+    "model.dropout": (0, 0.999),
+    "data.noise_density": (0, 1),
+    "data.mean_span_length": (1, math.inf),
+    "train.warmup_steps": (1, math.inf),
+    "train.loss_divisor": (1, math.inf),
+    "train.label_smoothing": (0, 1),
+    "decode.batch_size": (1, math.inf),
+    "decode.max_len": (1, math.inf),
+    "decode.top_p": (0, 1),
+}
 
 
 @dataclass(frozen=True)
@@ -316,6 +322,10 @@ def parse(Kind: type, argv: list[str] | None = None):
         use_underscores=True,
         description=sys.modules[Kind.__module__].__doc__,
     )
+    for name, value in flat(options.cfg).items():
+        low, high = RANGES.get(name, (0, value))
+        if isinstance(value, int | float) and not low <= value <= high:
+            raise UserError(f"--{name} {value} is out of range.")
     if not trains:
         return options
     if resumes:
@@ -354,10 +364,7 @@ def refuse_differences(cfg: Config, other: Config, free: list[str], what: str) -
         if value != old[name] and not {name, name.split(".")[0]} & set(free)
     ]
     if different:
-        raise UserError(
-            f"{what} has {', '.join(different)}: leave these settings as they are, or start "
-            f"a run without it."
-        )
+        raise UserError(f"{what} has {', '.join(different)}: others need another run.")
 
 
 def with_weights_of(cfg: Config, origin: Config) -> Config:
@@ -378,21 +385,14 @@ def load_run(run_dir: str) -> tuple[Config, dict]:
     """Return the Config of a run, and the facts that save_run stored with it."""
     path = to_path(run_dir) / "config.json"
     if not path.exists():
-        raise UserError(
-            f"{run_dir} is no run: train.py or convert.py would write {path}."
-        )
+        raise UserError(f"{run_dir} is no run: there is no {path}.")
     stored = json.loads(path.read_text())
     sections = {}
-    for field in dataclasses.fields(Config):
-        if field.name in stored["settings"]:
-            values = stored["settings"][field.name]
-            other = values.keys() ^ field.type.__dataclass_fields__.keys()
-            if other:
-                raise UserError(
-                    f"{path} is of another version of plain T5: it lacks or adds "
-                    f"{', '.join(sorted(other))} in {field.name}."
-                )
-            sections[field.name] = field.type(**values)
+    for name, values in stored["settings"].items():
+        Section = Config.__dataclass_fields__[name].type
+        if other := values.keys() ^ Section.__dataclass_fields__.keys():
+            raise UserError(f"{path} is of another version: {name}.{sorted(other)}.")
+        sections[name] = Section(**values)
     return Config(**sections), stored["facts"]
 
 

@@ -9,9 +9,9 @@
 All of them hold the same numbers under different names. T5X has an array
 [inputs, outputs] for each matrix of each layer, PyTorch has [outputs, inputs], and plain
 T5 stacks all layers: [layers, inputs, outputs]. Every reader returns arrays with the
-names and axes of T5X, and `to_plain` stacks them. Nothing is guessed: an array that is
-missing, unknown or of another shape stops the conversion. A vocabulary is copied, not
-translated.
+names and axes of T5X, and `to_plain` stacks them. An array that is missing, unknown or of
+another shape stops the conversion. What a format does not state is assumed, and printed.
+A vocabulary is copied, not translated.
 
 Memory holds the arrays up to three times: 11 billion parameters need 140 GB.
 
@@ -26,6 +26,7 @@ import json
 import os
 import re
 import shutil
+import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -103,6 +104,8 @@ def names(path: str, layer: int | None, gated: bool = True) -> tuple[str, str]:
             f"{t5x_layer}/relpos_bias/rel_embedding",
             f"{hf_layer}.{hf}.relative_attention_bias.weight",
         )
+    if name not in MATRICES:
+        raise UserError(f"No other format has a name for the parameter {path}.")
     x, y = ("wi", "wi") if name == "up" and not gated else MATRICES[name]
     return f"{t5x_layer}/{t5x}/{x}/kernel", f"{hf_layer}.{hf}.{y}.weight"
 
@@ -334,14 +337,17 @@ def read_hf_file(file: Path) -> dict[str, np.ndarray]:
         return safetensors.numpy.load_file(file)
     if file.suffix == ".msgpack":  # of Flax, which stores a kernel as [inputs, outputs]
         tree = partition.flatten(flax.serialization.msgpack_restore(file.read_bytes()))
-        return {
-            name.replace("/", ".").rpartition(".")[0] + ".weight": array.T
-            if name.endswith("kernel")
-            else array
-            for name, array in tree.items()
-        }
+        arrays = {}
+        for name, array in tree.items():
+            parent, _, kind = name.replace("/", ".").rpartition(".")
+            arrays[f"{parent}.weight"] = array.T if kind == "kernel" else array
+        return arrays
     import torch  # weights_only refuses a pickle that would run code
 
+    if zipfile.is_zipfile(file) and (name := zipfile.ZipFile(file).testzip()):
+        raise UserError(
+            f"{file} is damaged: copy it again. The checksum of {name} differs."
+        )
     tensors = torch.load(file, "cpu", weights_only=True)
     return {
         name: (tensor.float() if tensor.is_floating_point() else tensor).numpy()
@@ -453,7 +459,7 @@ def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndar
 
 def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     """Read a Hugging Face folder. Returns (arrays with T5X's names, ModelConfig)."""
-    for name in ("modules.json", "adapter_config.json"):
+    for name in ("modules.json", "sentence_bert_config.json", "adapter_config.json"):
         if (folder / name).exists():
             raise UserError(
                 f"{folder}/{name} changes the outputs of the model, and is not read: it is "
@@ -513,8 +519,8 @@ def find_vocabulary(folders: list[Path], vocab_size: int) -> tuple[str | None, i
     added = set(read_json(folders[0] / "added_tokens.json"))
     added |= {x["content"] for x in config.get("added_tokens_decoder", {}).values()}
     own = {x for x in added if not re.fullmatch(r"<(pad|/s|unk|extra_id_\d+)>", x)}
-    names = ["spiece.model", "sentencepiece.model"] if not own else []
-    files = [f / name for name in (*names, "tokenizer.json") for f in folders]
+    models = ["spiece.model", "sentencepiece.model"] if not own else []
+    files = [f / name for name in (*models, "tokenizer.json") for f in folders]
     file = next(filter(Path.exists, files), None)
     if not file and own:
         raise UserError(

@@ -15,11 +15,12 @@ import csv
 import io
 import itertools
 import json
+import os
 import re
 import zlib
 from collections import Counter, deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
@@ -144,19 +145,16 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
             break
     print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
     model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            vocab_size=size,
-            **dict(pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1),
-            character_coverage=0.9999,
-            max_sentence_length=16_000,
-            minloglevel=2,
-            num_threads=4,  # fixed, because another number gives another vocabulary
-        )
-    except RuntimeError as error:  # too little text, for example
-        raise UserError(f"--data.vocab {cfg.data.vocab}: {error}") from None
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=size,
+        **dict(pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1),
+        character_coverage=0.9999,
+        max_sentence_length=16_000,
+        minloglevel=2,
+        num_threads=4,  # fixed, because another number gives another vocabulary
+    )
     return model.getvalue()
 
 
@@ -201,7 +199,7 @@ def random_compositions(total: int, parts: int, rows: int, *key: int) -> np.ndar
     return np.diff(cuts, axis=1, prepend=0, append=total)
 
 
-def span_corruption(tokens: np.ndarray, sentinel: int, data: DataConfig, *key: int):
+def corrupt_spans(tokens: np.ndarray, sentinel: int, data: DataConfig, *key: int):
     """Replace random spans of each row of tokens [N, n]: (inputs, targets), without EOS.
 
     A row begins with kept tokens and ends with a removed span. The targets have no last
@@ -211,28 +209,25 @@ def span_corruption(tokens: np.ndarray, sentinel: int, data: DataConfig, *key: i
     noise, spans = noise_counts(length, data)
     kept = random_compositions(length - noise, spans, rows, *key, length, 0)
     removed = random_compositions(noise, spans, rows, *key, length, 1)
-    lengths = np.stack(
-        [kept, removed], axis=2
-    ).ravel()  # of kept and removed spans in turn
+    lengths = np.stack([kept, removed], axis=2).ravel()  # kept and removed in turn
     noisy = np.tile([False, True], rows * spans).repeat(lengths).reshape(rows, length)
     # In the inputs, a sentinel overwrites the first token of each removed span. In the
     # targets, it overwrites the kept token before the span.
     first = noisy & ~np.roll(noisy, 1, axis=1)
     before = np.roll(first, -1, axis=1)
-    sides = []
-    for place, selected in ((first, ~noisy | first), (before, noisy | before)):
-        side = tokens.astype(np.int32)
-        side[place] = np.tile(sentinel - np.arange(spans), rows)
-        sides.append(side[selected].reshape(rows, -1))
-    return sides
+    sentinels = np.tile(sentinel - np.arange(spans), rows)
+    inputs, targets = tokens.astype(np.int32), tokens.astype(np.int32)
+    inputs[first] = targets[before] = sentinels
+    inputs, targets = inputs[~noisy | first], targets[noisy | before]
+    return inputs.reshape(rows, -1), targets.reshape(rows, -1)
 
 
 # ---- objectives: documents become pairs (inputs, targets), without EOS -----------------
 
 
-def spans(documents: list, tokenizer: Tokenizer, data: DataConfig, *key: int) -> list:
-    """Span corruption. Documents of equal length are computed together."""
-    pairs = [None] * len(documents)
+def span_corruption(documents: list, tokenizer: Tokenizer, data: DataConfig, *key: int):
+    """Corrupt spans of all documents. Those of equal length are computed together."""
+    examples = [None] * len(documents)
     lengths = np.array([len(ids) for ids in documents])
     for length in np.unique(lengths).tolist():
         here = np.flatnonzero(lengths == length)
@@ -246,10 +241,10 @@ def spans(documents: list, tokenizer: Tokenizer, data: DataConfig, *key: int) ->
                 f"{tokenizer.extra_ids} sentinels: raise --data.targets_length or "
                 f"--data.mean_span_length, or use the task prefix_lm."
             )
-        sides = span_corruption(tokens, tokenizer.sentinel, data, *key)
+        sides = corrupt_spans(tokens, tokenizer.sentinel, data, *key)
         for i, inputs, targets in zip(here, *sides):
-            pairs[i] = inputs, targets
-    return pairs
+            examples[i] = inputs, targets
+    return examples
 
 
 def prefix_lm(documents: list, tokenizer: Tokenizer, data: DataConfig, *key: int) -> list:
@@ -268,7 +263,6 @@ def cut_documents(documents: list, task: "Task", data: DataConfig) -> list:
     """Cut documents to the length of examples. For span corruption, join them before."""
     if task.objective is pairs:
         return documents
-    data = replace(data, **task.noise)
     length = data.inputs_length - 1
     if task.objective is not prefix_lm:  # as in T5, without EOS between the documents
         documents = [np.concatenate([np.zeros(0, np.int32), *documents])]
@@ -279,10 +273,9 @@ def cut_documents(documents: list, task: "Task", data: DataConfig) -> list:
 
 def make_examples(documents: list, task: "Task", tokenizer, cfg: Config, *key) -> list:
     """Return the example (inputs, targets) of each document, with EOS."""
-    data = replace(cfg.data, **task.noise)
     return [
         (finish(a, "inputs", task, cfg.data), finish(b, "targets", task, cfg.data))
-        for a, b in task.objective(documents, tokenizer, data, *key)
+        for a, b in task.objective(documents, tokenizer, cfg.data, *key)
     ]
 
 
@@ -321,16 +314,19 @@ def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
 def fill_rows(examples: list, row: np.ndarray, rows: int, limits) -> Batch:
     """Write examples one after the other into rows: example i into row[i], ascending."""
     segment = np.arange(len(row)) - np.searchsorted(row, row) + 1  # from 1 in each row
-    sides = []
-    for side, limit in enumerate(limits):
+
+    def fill(side):
         sizes = [len(example[side]) for example in examples]
-        filled = np.arange(limit) < np.bincount(row, sizes, rows)[:, None]
-        tokens, segments = np.zeros((2, rows, limit), np.int32)
+        filled = np.arange(limits[side]) < np.bincount(row, sizes, rows)[:, None]
+        tokens, segments = np.zeros((2, *filled.shape), np.int32)
         tokens[filled] = np.concatenate([example[side] for example in examples])
         segments[filled] = np.repeat(segment, sizes)
-        sides.append((tokens, segments))
-    inputs, (targets, segments) = sides
-    return Batch(*inputs, shift_right(targets, segments), targets, segments)
+        return tokens, segments
+
+    inputs, input_segments = fill(0)
+    targets, segments = fill(1)
+    shifted = shift_right(targets, segments)
+    return Batch(inputs, input_segments, shifted, targets, segments)
 
 
 def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
@@ -349,51 +345,56 @@ def pad_batch(inputs: list, targets: list, *limits: int) -> Batch:
 # ---- batches ---------------------------------------------------------------------------
 
 ORDER, NOISE, ROWS = range(3)  # uses of random bits: no two uses have equal keys
-FIRST_WINDOW = 1 << 20  # characters in the first window of a source, or fewer in mixtures
-DOUBLINGS = 4  # later windows are larger, up to 16 million characters
+FIRST_WINDOW = 1 << 20  # characters, few for a fast start; in mixtures even fewer
+DOUBLINGS = 4  # later windows of a source are larger, up to 16 million characters
 PART = 256  # examples that are made at once
 PACKED = 512  # rows that are packed together
 
 
-def read_windows(task, files, tokenizer, cfg, first, epoch, window, *place) -> Iterator:
-    """Yield (documents of a window of a source, where the next window begins)."""
+class Place(NamedTuple):
+    """Where a task is: the window of its source, and the next example of the window."""
+
+    epoch: int = 0
+    window: int = 0  # how many windows of the epoch come before this one
+    file: int = 0  # The window begins after this example of this file.
+    number: int = 0
+    used: int = 0  # examples of the window so far
+    count: int = 0  # examples of the task so far
+
+
+def read_windows(task, files, tokenizer, cfg, first: int, place: Place) -> Iterator:
+    """Yield (documents of a window of a source, the Place of the next window)."""
     while True:
-        texts = read_texts(files, task, cfg, place)
-        while place:
-            # Small windows at first, so that training begins soon.
-            size = first << (DOUBLINGS if epoch else min(window, DOUBLINGS))
-            documents, place = read_documents(texts, size, task, tokenizer, cfg)
-            window += 1
-            yield documents, [epoch, window, *place] if place else [epoch + 1, 0, 0, 0]
-        while window == 1:  # The source fits into one window.
-            epoch += 1
-            yield documents, [epoch + 1, 0, 0, 0]
-        epoch, window, place = epoch + 1, 0, (0, 0)
+        epoch, texts = place.epoch, read_texts(files, task, cfg, place[2:4])
+        while place.epoch == epoch:
+            size = first << (DOUBLINGS if epoch else min(place.window, DOUBLINGS))
+            documents, end = read_documents(texts, size, task, tokenizer, cfg)
+            place = Place(epoch, place.window + 1, *end) if end else Place(epoch + 1)
+            yield documents, place
 
 
-def stream(name, task, tokenizer, cfg, read, ahead, state) -> Iterator:
-    """Yield (example, state after it) of a task, shuffled; (None, state) ends an epoch.
+def stream(name, task, tokenizer, cfg, read, ahead, place: Place) -> Iterator:
+    """Yield (example, Place after it) of a task, shuffled; (None, Place) ends an epoch.
 
-    state: [count, epoch, window, file, number, used]: the examples so far, where the
-    window `ahead` begins, and how many of its examples are used. read() reads the next.
+    `ahead` is the future window at `place`, and read() starts to read the next one.
     """
-    count, *begin, used = state
     while True:
         documents, end = ahead.result()
         ahead = read()
-        key = cfg.train.seed, zlib.crc32(name.encode()), *begin
+        key = cfg.train.seed, zlib.crc32(name.encode()), *place[:4]
         order = np.argsort(random_bits(len(documents), *key, ORDER), kind="stable")
-        for start in range(used - used % PART, len(documents), PART):
+        for start in range(place.used - place.used % PART, len(documents), PART):
             part = [documents[i] for i in order[start : start + PART]]
             examples = make_examples(part, task, tokenizer, cfg, *key, NOISE, start)
-            for example in examples[used - start :]:
-                count, used = count + 1, used + 1
-                yield example, [count, *begin, used]
-        if not count:
-            raise UserError(f"{task.source} has no text for the task {name}.")
-        if end[0] > begin[0]:
-            yield None, [count, *end, 0]
-        begin, used = end, 0
+            for example in examples[place.used - start :]:
+                place = place._replace(used=place.used + 1, count=place.count + 1)
+                yield example, place
+        if not place.count:
+            raise UserError(f"{task.source} has no text to train on the task {name}.")
+        end = end._replace(count=place.count)
+        if end.epoch > place.epoch:
+            yield None, end
+        place = end
 
 
 class Batches:
@@ -405,15 +406,14 @@ class Batches:
 
     def __init__(self, cfg: Config, tokenizer: Tokenizer, state: dict | None = None):
         self.cfg, self.rates = cfg, trained_tasks(cfg)
-        self.state = state or {"row": 0, "tasks": {name: [0] * 6 for name in self.rates}}
-        self.tasks, self.streams, files = dict(self.state["tasks"]), {}, []
+        self.state = state or {"row": 0, "tasks": dict.fromkeys(self.rates, [*Place()])}
+        self.places = {name: Place(*place) for name, place in self.state["tasks"].items()}
+        self.streams, files = {}, []
         reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         first = FIRST_WINDOW // min(len(self.rates), 32)
-        for name, place in self.tasks.items():
+        for name, place in self.places.items():
             task, found = open_task(name, "train", cfg)
-            if not found:
-                raise UserError(f"The task {name} has no split for training.")
-            windows = read_windows(task, found, tokenizer, cfg, first, *place[1:5])
+            windows = read_windows(task, found, tokenizer, cfg, first, place)
             read = partial(reader.submit, next, windows)
             self.streams[name] = stream(name, task, tokenizer, cfg, read, read(), place)
             files += [[file.name.split("/")[-1], file.size] for file in found]
@@ -439,7 +439,7 @@ class Batches:
     def make_rows(self, first: int) -> Iterator:
         """Yield (the five arrays of a row, the state after it)."""
         while True:
-            tasks = dict(self.tasks)
+            tasks = {name: [*place] for name, place in self.places.items()}
             packed = self.pack_rows()
             for row in range(first, len(packed.inputs)):
                 state = {"row": row + 1, "tasks": tasks, "files": self.files}
@@ -451,14 +451,14 @@ class Batches:
         data, names = self.cfg.data, [*self.rates]
         rates = np.array([*self.rates.values()])
         limits = data.inputs_length, data.targets_length
-        counts = np.array([self.tasks[name][0] for name in names])
+        counts = np.array([self.places[name].count for name in names])
         first = int(counts.sum())
         # Fractions that differ keep rare tasks from appearing all at once.
         phase = (np.arange(len(counts)) + 0.5) / len(counts)
         examples, filled = [], [0, 0]  # filled: rows that all inputs and all targets need
         while max(filled) < PACKED:
             k = np.argmin((counts + phase) / rates)
-            example, self.tasks[names[k]] = next(self.streams[names[k]])
+            example, self.places[names[k]] = next(self.streams[names[k]])
             if example:
                 counts[k] += 1
                 examples.append(example)
@@ -474,14 +474,18 @@ class Batches:
         order = np.argsort(row, kind="stable")
         packed = fill_rows([examples[i] for i in order], row[order], rows, limits)
         if not first:
-            inputs, targets = sizes.sum(axis=0) / rows / limits
-            unknown = (packed.inputs == UNK).sum() / sizes[:, 0].sum()
-            cut = (sizes >= limits).any(axis=1).mean()
-            print(
-                f"data     inputs filled to {inputs:.1%}, targets to {targets:.1%}; "
-                f"{cut:.0%} of the examples fill a row or were cut; {unknown:.2%} unknown"
-            )
+            print_filling(packed, sizes, limits)
         return packed
+
+
+def print_filling(batch: Batch, sizes: np.ndarray, limits) -> None:
+    inputs, targets = sizes.sum(axis=0) / len(batch.inputs) / limits
+    unknown = (batch.inputs == UNK).sum() / sizes[:, 0].sum()
+    cut = (sizes >= limits).any(axis=1).mean()
+    print(
+        f"data     inputs filled to {inputs:.1%}, targets to {targets:.1%}; "
+        f"{cut:.0%} of the examples fill a row or were cut; {unknown:.2%} unknown"
+    )
 
 
 def held_out(name: str, split: str, cfg: Config, tokenizer: Tokenizer) -> list[Batch]:
@@ -502,17 +506,6 @@ def held_out(name: str, split: str, cfg: Config, tokenizer: Tokenizer) -> list[B
 def encode_example(texts: dict, task: "Task", tokenizer: Tokenizer, cfg: Config):
     task = task._replace(objective=pairs)
     return make_examples(tokenize([texts], task, tokenizer), task, tokenizer, cfg)[0]
-
-
-def unigram_loss(batches: list[Batch], tokenizer: Tokenizer) -> float:
-    """Return the loss per content token of a model that only knows token frequencies."""
-    targets = np.concatenate([batch.targets for batch in batches])
-    inputs = np.concatenate([batch.inputs for batch in batches])
-    targets, inputs = (ids[tokenizer.is_content(ids)] for ids in (targets, inputs))
-    counts = np.bincount(np.concatenate([targets, inputs]))
-    # Each target is predicted from all other tokens, with 1 added to each count.
-    total = counts.sum() - 1 + tokenizer.size
-    return float(np.mean(np.log(total / counts[targets]))) if len(targets) else 0.0
 
 
 # ---- sources: KIND:NAME ----------------------------------------------------------------
@@ -568,7 +561,8 @@ def read_parquet(path):
     with fsspec.open(path) as file:
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
         for batch in table.iter_batches(128):
-            yield from batch.to_pylist()
+            # select() raises an error if two columns have the same name.
+            yield from batch.select(batch.schema.names).to_pylist()
 
 
 def read_parallel(inputs, targets):
@@ -606,46 +600,27 @@ def find_files(pattern: str) -> list[tuple[str, int]]:
 
 
 def open_source(source: str, split: str, cfg: Config) -> list[File]:
-    """Return the files of a split of a source such as text:books/*.txt, [] without it.
-
-    {split} in a name stands for the split. Of other files, a part is held out for
-    validation, if the run trains on them.
-    """
+    """Return the files of a source, such as text:books/{split}.txt or python: (Python)."""
     kind, _, name = source.partition(":")
     filled = name.replace("{split}", split)
-    if kind in ("hf", "tfds", "seqio"):
+    if kind in ("hf", "tfds", "seqio", "random", "numbers"):
         from extras import libraries
 
         return getattr(libraries, f"open_{kind}")(name, split, cfg)
     if kind == "python":
         # Not in a thread, because Python 3.11 cannot parse files in two threads at once.
         files = [File(source, partial(iter, read_python()))]
-    elif kind in ("random", "numbers"):
-        from extras import toys
-
-        files = [File(source, partial(toys.read, source, cfg))]
     elif kind in READERS:
         patterns = filled.split(",") if kind == "lines" else [filled]
-        files = [
-            File(paths[0], partial(READERS[kind], *paths), sum(sizes))
-            for same in zip(*map(find_files, patterns), strict=True)
-            for paths, sizes in [zip(*same)]
-        ]
+        files = []
+        for parallel in zip(*map(find_files, patterns), strict=True):
+            paths, sizes = zip(*parallel)
+            files.append(File(paths[0], partial(READERS[kind], *paths), sum(sizes)))
     else:
-        raise UserError(
-            f"{source!r} is no --data.source: write KIND:NAME, as in jsonl:FILE."
-        )
+        raise UserError(f"{source!r} is no --data.source KIND:NAME.")
     if not files and (filled == name or split == "train"):
         raise UserError(f"No file matches {filled}.")
-    if filled != name or cfg.data.validation_source:
-        return files
-    if source not in [find_task(task, cfg).source for task in trained_tasks(cfg)]:
-        return files
-    if split not in ("train", "validation"):
-        return []
-    note(f"data     {source}: 5 % of the first 20,000 examples of a file are held out")
-    held = [partial(hold_out, f.read, number, split) for number, f in enumerate(files)]
-    return [file._replace(read=read) for file, read in zip(files, held)]
+    return files
 
 
 def hold_out(read: Callable, file: int, split: str) -> Iterator[dict]:
@@ -705,7 +680,8 @@ def tokenize(texts: list[dict], task: "Task", tokenizer: Tokenizer) -> list:
     for value in values:
         ids = next(encoded) if isinstance(value, str) else np.trim_zeros(value, "b")
         if not isinstance(value, str) and len(ids):
-            if not 0 <= min(ids) <= max(ids) < tokenizer.size:
+            is_integer = np.asarray(ids).dtype.kind in "iu"  # not bytes or 5.0, say
+            if not is_integer or not 0 <= min(ids) <= max(ids) < tokenizer.size:
                 raise UserError(f"{task.source} has ids outside the vocabulary: {ids}.")
             ids = ids[:-1] if ids[-1] == EOS else ids
         found.append(np.asarray(ids, np.int32))
@@ -747,15 +723,14 @@ class Task(NamedTuple):
     objective: Callable = pairs
     inputs_eos: bool = True  # False in T0
     eos_after_trim: bool = True  # False in T0
-    noise: dict = {}  # changes of DataConfig for the objective, as in UL2
 
 
 TASKS |= {
-    "span_corruption": Task("python:", objective=spans),
+    "span_corruption": Task("python:", objective=span_corruption),
     "prefix_lm": Task("python:", objective=prefix_lm),
     "text_to_text": Task(),
-    "random": Task("random:", objective=spans),
-    "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", objective=spans),
+    "random": Task("random:", objective=span_corruption),
+    "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", objective=span_corruption),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", objective=prefix_lm),
 }
 
@@ -767,9 +742,10 @@ def mixture_rates(name: str, cfg: Config, within: tuple = ()) -> dict[str, float
     if name not in MIXTURES:
         return {name: 1.0}
     rates, members = Counter(), MIXTURES[name]
-    unused = cfg.data.source and name == cfg.data.task and not callable(members)
-    if unused or name in within:
-        raise UserError(f"The mixture {name} has no --data.source, or contains itself.")
+    if name in within:
+        raise UserError(f"The mixture {name} contains itself.")
+    if cfg.data.source and name == cfg.data.task and not callable(members):
+        raise UserError(f"The mixture {name} has no --data.source, but its tasks have.")
     for member, rate in (members(cfg) if callable(members) else members).items():
         inner = mixture_rates(member, cfg, (*within, name))
         for task, share in inner.items():
@@ -802,11 +778,30 @@ def find_task(name: str, cfg: Config) -> Task:
 
 
 def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
-    """Return a task and the files of a split, [] if it lacks the split."""
+    """Return a task and the files of a split, [] if it lacks the split.
+
+    If a run trains on files without {split} in their names, a part of them is held out.
+    """
     task, own = find_task(name, cfg), cfg.data.validation_source
     if own and split == "validation" and name == cfg.data.task:
         task = task._replace(source=own)
-    return task, open_source(task.source, split, cfg) if split in task.splits else []
+    files = open_source(task.source, split, cfg) if split in task.splits else []
+    if own or "{split}" in task.source or task.source.startswith(("hf", "tfds", "seqio")):
+        return task, files
+    trained = [find_task(other, cfg).source for other in trained_tasks(cfg)]
+    if full_name(task.source) not in map(full_name, trained):
+        return task, files
+    if split not in ("train", "validation"):
+        return task, []
+    note(f"data     {task.source}: 5 % of a file's first 20,000 examples are held out")
+    held = [partial(hold_out, f.read, number, split) for number, f in enumerate(files)]
+    return task, [file._replace(read=read) for file, read in zip(files, held)]
+
+
+def full_name(source: str) -> str:
+    """Return a source in one spelling: tsv:./a.tsv is tsv:a.tsv."""
+    kind, _, name = source.partition(":")
+    return f"{kind}:{name if '://' in name else os.path.abspath(name)}"
 
 
 def read_task(name: str, split: str, cfg: Config) -> Iterator[dict]:

@@ -14,7 +14,6 @@ written to RUN/eval/TASK-STEP.jsonl.
 
 import collections
 import csv
-import functools
 import itertools
 import json
 import math
@@ -24,7 +23,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import configs
@@ -38,29 +36,27 @@ from configs import METRICS, Config, UserError
 
 
 @jax.jit(static_argnames="cfg")
-def loss_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> dict:
+def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> dict:
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
-    options = cfg.train.z_loss, cfg.train.label_smoothing
-    losses = model.token_losses(params, batch, cfg.model, *options)
-    real, names = batch.target_segments > 0, ("cross_ent_loss", "z_loss", "accuracy")
-    sums = {name: jnp.sum(x * real) for name, x in zip(names, losses)}
-    sums["tokens"] = jnp.sum(real)
-    sums["content_loss"] = jnp.sum(losses[0] * is_content)
-    sums["content_tokens"] = jnp.sum(is_content)
+    x, real = model.decoder_output(params, batch, cfg.model), batch.target_segments > 0
+    _, sums = model.loss_sums(params, x, batch.targets, real, cfg)
+    _, content = model.loss_sums(params, x, batch.targets, is_content, cfg)
+    sums["content_loss"] = content["cross_ent_loss"]
+    sums["content_tokens"] = content["tokens"]
     return sums
 
 
 def evaluate_loss(params, cfg: Config, mesh, batches: list, tokenizer) -> dict:
     """Return the mean losses and the accuracy (0 to 1) over all target tokens.
 
-    content_loss leaves out EOS and sentinels, so it can be compared with data.unigram_loss.
+    content_loss leaves out EOS and sentinels, so it can be compared with unigram_loss.
     bits_per_byte can be compared between vocabularies.
     """
     totals, size = collections.Counter(), 0
     for batch in batches:
         is_content = tokenizer.is_content(batch.targets)
         arrays = partition.put_batch((batch, is_content), mesh)
-        totals.update(loss_sums(params, *arrays, cfg))
+        totals.update(batch_sums(params, *arrays, cfg))
         for ids, kept in zip(batch.targets, is_content):
             size += len(tokenizer.decode(ids[kept]).encode())
     # Divide once, so that each token has the same weight.
@@ -69,6 +65,17 @@ def evaluate_loss(params, cfg: Config, mesh, batches: list, tokenizer) -> dict:
     metrics["content_loss"] = nats / max(tokens, 1)
     metrics["bits_per_byte"] = nats / math.log(2) / max(size, 1)
     return {name: float(value) for name, value in metrics.items()}
+
+
+def unigram_loss(batches: list, tokenizer: data.Tokenizer) -> float:
+    """Return the loss per content token of a model that only knows token frequencies."""
+    targets = np.concatenate([batch.targets for batch in batches])
+    inputs = np.concatenate([batch.inputs for batch in batches])
+    targets, inputs = (ids[tokenizer.is_content(ids)] for ids in (targets, inputs))
+    counts = np.bincount(np.concatenate([targets, inputs]))
+    # Each target is predicted from all other tokens, with 1 added to each count.
+    total = counts.sum() - 1 + tokenizer.size
+    return float(np.mean(np.log(total / counts[targets]))) if len(targets) else 0.0
 
 
 def split_loss(params, cfg: Config, mesh, name: str, split: str, tokenizer) -> dict:
@@ -93,7 +100,7 @@ def lower_is_better(name: str) -> bool:
 
 
 def read_rows(name: str, split: str, cfg: Config, most: int | None = None) -> list[dict]:
-    """Return the formatted examples of a split, which have the fields inputs and targets."""
+    """Return the formatted examples of a split, with the fields inputs and targets."""
     rows = list(itertools.islice(data.read_task(name, split, cfg), most))
     if not rows or "targets" not in rows[0]:
         raise UserError(
@@ -159,7 +166,7 @@ def predict(params, cfg: Config, mesh, name: str, split: str, tokenizer, most=No
     check_metrics(name, task, rows[:100], targets[:100], written)
     examples = (infer.Example(*pair, number) for number, pair in enumerate(pairs))
     results = infer.run_examples(params, cfg, mesh, examples)
-    outputs = [tokenizer.decode(best) for (best, *_), _ in results]
+    outputs = [tokenizer.decode(best_first[0]) for best_first, _ in results]
     lines = result_lines(task, rows, targets, outputs)
     return compute_metrics(task, lines), lines
 
@@ -177,10 +184,8 @@ def answer_choices(name: str, task: data.Task, number: int, row: dict) -> list[d
     P3, each example already is one choice, with the fields idx, is_correct and weight.
     """
     if "is_correct" in row and "idx" in row:
-        correct, weight = (
-            np.squeeze(row["is_correct"]),
-            np.squeeze(row.get("weight", 1.0)),
-        )
+        correct = np.squeeze(row["is_correct"])
+        weight = np.squeeze(row.get("weight", 1.0))
         values = {"idx": tuple(map(int, row["idx"])), "is_correct": bool(correct)}
         return [row | values | {"weight": float(weight)}]
     texts = [str(text) for text in row.get("answer_choices", task.choices)]
@@ -282,14 +287,14 @@ def rank(params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize=
         lines.append(choices[group[0]] | line)
     indices, weights = ([choice[key] for choice in choices] for key in ("idx", "weight"))
     targets = zip(indices, correct, weights, lengths)
-    same = {tuple(row.get("answer_choices", task.choices)) for row in rows}
-    num_classes = len(*same) if len(same) == 1 else None
+    kinds = {tuple(row.get("answer_choices", task.choices)) for row in rows}
+    num_classes = len(kinds.pop()) if len(kinds) == 1 else None
     return rank_classification(targets, scores, num_classes), lines
 
 
 # ---- metrics ---------------------------------------------------------------------------
 # The metrics of t5/evaluation/metrics.py: functions of the postprocessed targets and
-# predictions that return numbers between 0 and 100.
+# predictions that return numbers between 0 and 100. Those of GLUE alone are in extras/.
 
 
 def percent(values) -> float:
@@ -332,27 +337,6 @@ def f1(targets, predictions):
     return {"f1": percent(f1_score(targets, predictions, zero_division=0))}
 
 
-def mean_3class_f1(targets, predictions):
-    from sklearn.metrics import f1_score
-
-    sides = np.int64(targets), np.int64(predictions)
-    options = {"labels": range(3), "average": "macro", "zero_division": 0}
-    return {"mean_3class_f1": percent(f1_score(*sides, **options))}
-
-
-def matthews_corrcoef(targets, predictions):
-    from sklearn import metrics
-
-    return {"matthews_corrcoef": percent(metrics.matthews_corrcoef(targets, predictions))}
-
-
-def correlation(function, targets, predictions):
-    from scipy import stats
-
-    result = getattr(stats, function)(np.float64(targets), np.float64(predictions))
-    return {f"{function[:-1]}_corrcoef": percent(result[0])}
-
-
 def normalize_answer(text: str) -> str:
     """Lower case, without punctuation and articles: "The  Cat!" becomes "cat"."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
@@ -379,22 +363,11 @@ METRICS |= {
     "bleu": bleu,
     "rouge": rouge,
     "f1": f1,
-    "mean_3class_f1": mean_3class_f1,
-    "matthews_corrcoef": matthews_corrcoef,
-    "pearson_corrcoef": functools.partial(correlation, "pearsonr"),
-    "spearman_corrcoef": functools.partial(correlation, "spearmanr"),
     "squad": squad,
 }
 
 
 # ---- postprocessors, besides "label" and functions -------------------------------------
-
-
-def number(text: str, example: dict, is_target: bool) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return -1.0
 
 
 def answers(text: str, example: dict, is_target: bool):
@@ -409,7 +382,7 @@ def answers(text: str, example: dict, is_target: bool):
     return [found] if isinstance(found, str) else list(found)
 
 
-POSTPROCESSORS = {"number": number, "answers": answers}
+POSTPROCESSORS = {"answers": answers}
 
 
 # ---- files, tables and curves ----------------------------------------------------------
@@ -498,6 +471,16 @@ def recorded_name(name: str, mode: str, options: Options, run: Config) -> str:
     return name if options.split == "validation" else f"{name}-{options.split}"
 
 
+def record(folder, step: int, name: str, mode: str, metrics: dict, lines: list) -> None:
+    """Append the metrics to FOLDER/metrics.jsonl, and write the outputs beside it."""
+    kind = "training_eval" if mode == "loss" else "inference_eval"
+    line = {f"{kind}/{name}/{metric}": value for metric, value in metrics.items()}
+    path = folder / "metrics.jsonl"
+    old = path.read_bytes() if path.exists() else b""
+    configs.write_file(path, old + infer.to_json({"step": step, **line}))
+    write_lines(folder, name, step, lines)
+
+
 def main() -> None:
     options = configs.parse(Options)
     cfg, mesh, tokenizer = infer.open_run(options)
@@ -511,7 +494,7 @@ def main() -> None:
     partition.check_same(steps)
     for step in steps:
         try:
-            _, params = infer.load_params(cfg, options.run_dir, step)
+            params = infer.load_params(cfg, options.run_dir, step)
         except (UserError, FileNotFoundError) as error:  # damaged, or deleted meanwhile
             if options.step != "all":
                 raise
@@ -532,12 +515,7 @@ def main() -> None:
                 print(f"  {metric:22} {value:.4f}")
             if partition.is_main_process():
                 name = recorded_name(name, mode, options, run)
-                kind = "training_eval" if mode == "loss" else "inference_eval"
-                line = {f"{kind}/{name}/{metric}": x for metric, x in metrics.items()}
-                path = folder / "metrics.jsonl"
-                old = path.read_bytes() if path.exists() else b""
-                configs.write_file(path, old + infer.to_json({"step": step, **line}))
-                write_lines(folder, name, step, lines)
+                record(folder, step, name, mode, metrics, lines)
     if partition.is_main_process():
         table = read_metrics([options.run_dir, folder])
         if options.csv:

@@ -8,9 +8,9 @@
 Each line of IN.jsonl is an object with "inputs" and, for --mode score, "targets". Both are
 a text or a list of token ids; ids are used exactly as given, without truncation or EOS.
 OUT.jsonl has the same lines in the same order, with a new field "prediction", "score"
-(the log-probability of the targets) or "vector" (the mean output of the encoder). A line's
-result does not depend on the other lines. A command that was killed continues where it
-stopped. With --shard 0/4 to --shard 3/4, four machines share the lines of a file.
+(the log-probability of the targets) or "vector" (the mean output of the encoder). Up to
+rounding, a line's result does not depend on the other lines. A command that was killed
+continues where it stopped. With --shard 0/4 to --shard 3/4, four machines share a file.
 
 The encoder runs once. The decoder generates one token at a time, and a cache holds the
 keys and values of earlier tokens.
@@ -53,7 +53,7 @@ from partition import shard
 
 
 def einsum(form: str, left: Array, right: Array) -> Array:
-    """Compute jnp.einsum in float32. Axis 2 of `left` [B, H, N, ...] is that of the beams."""
+    """Compute jnp.einsum with sums in float32. Axis 2 of `left` is that of the N beams."""
     N = left.shape[2]
     if partition.platform() == "tpu":
         # Fewer than 8 rows would not use the matrix unit, and take four times as long.
@@ -61,10 +61,12 @@ def einsum(form: str, left: Array, right: Array) -> Array:
     return jnp.einsum(form, left, right, preferred_element_type=jnp.float32)[:, :, :N]
 
 
-def cached_attention(q: Array, k: Array, v: Array, bias: Array | None, mask: Array):
+def cached_attention(
+    q: Array, k: Array, v: Array, mask: Array, bias: Array | None = None
+):
     """Compute softmax(q k^T + bias) v for the newest token of each beam.
 
-    q [B, N, H, C], k and v [B, H, K, C], bias [1, H, 1, K] or None, mask [B, 1, N, K].
+    q [B, N, H, C], k and v [B, H, K, C], mask [B, 1, N, K], bias [H, 1, K] or None.
     """
     scores = einsum("bhnc,bhkc->bhnk", q.swapaxes(1, 2), k)
     if bias is not None:
@@ -92,12 +94,8 @@ def init_cache(params: dict, cfg: ModelConfig, encoded: Array, length: int, beam
     table = model.param_table(cfg)["decoder"]["layers"]
     for i in range(cfg.num_decoder_layers):
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
-        w = jax.tree.map(
-            lambda p, w: shard(w[i].astype(encoded.dtype), *p.axes[1:]),
-            table,
-            stack["layers"],
-            is_leaf=model.is_param,
-        )
+        w = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
+        w = model.gather_weights(table, w)
         biases = (w["self_attention"] if cfg.layer_biases else stack)["relative_bias"]
         bias = model.position_bias(biases, length, length, False, cfg)
         cross = heads_first(model.keys_values(w["cross_attention"], encoded, cfg))
@@ -123,13 +121,14 @@ def decode_step(
         ancestors = jnp.arange(N)[None, :, None]
     past = (jnp.arange(T) <= at)[:, None]
     visible = past & (ancestors[..., None] == jnp.arange(N))  # [B, N, T, N]
-    self_mask = visible.reshape(len(visible), 1, N, T * N)
+    mask = visible.reshape(len(visible), 1, N, T * N)
     cross_mask = (input_segments > 0)[:, None, None]
+    cross_attend = functools.partial(cached_attention, mask=cross_mask)
 
     write = lax.dynamic_update_slice_in_dim
     x = model.embed(params, ids, cfg)
     new_cache = []
-    for stored, (w, cross, bias) in zip(cache, fixed):
+    for stored, (w, cross_kv, bias) in zip(cache, fixed):
 
         def self_kv(x):
             added = heads_first(model.keys_values(w["self_attention"], x, cfg))
@@ -137,10 +136,10 @@ def decode_step(
             new_cache.append(kv)
             return kv
 
-        bias = lax.dynamic_slice_in_dim(bias, at, 1, axis=2)
-        bias = jnp.repeat(bias, N, axis=3)  # all beams have the same position
-        masks = self_mask, cross, cross_mask
-        x = model.decoder_layer(w, x, self_kv, bias, *masks, cfg, core=cached_attention)
+        bias = lax.dynamic_slice_in_dim(bias, at, 1, axis=1)
+        bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
+        attend = functools.partial(cached_attention, mask=mask, bias=bias)
+        x = model.decoder_layer(w, x, self_kv, attend, cross_kv, cross_attend, cfg)
     x = model.rms_norm(x, params["decoder"]["norm"])
     return model.logits_of(params, cfg, x), new_cache
 
@@ -156,14 +155,14 @@ class Outputs(NamedTuple):
     done: Array  # [B, N], whether the output has ended with EOS
 
 
-def start(B: int, N: int, T: int) -> Outputs:
+def start_outputs(B: int, N: int, T: int) -> Outputs:
     zeros = jnp.zeros((B, N))
     return Outputs(jnp.zeros((B, N, T), jnp.int32), zeros, zeros > 0)
 
 
-def step(state: Outputs, log_probs: Array, at, *, decode, rows, seed) -> Outputs:
+def append_ids(state: Outputs, log_probs: Array, at, *, decode, rows, seed) -> Outputs:
     """Append the most probable id, or a random one, by the log_probs [B, N, V]."""
-    if samples(decode):
+    if decode.samples:
         ids = sample(log_probs, at, decode, rows, seed)
     else:
         ids = jnp.argmax(log_probs, axis=-1)
@@ -176,7 +175,7 @@ def step(state: Outputs, log_probs: Array, at, *, decode, rows, seed) -> Outputs
     )
 
 
-def result(state: Outputs) -> tuple[Array, Array]:
+def sorted_outputs(state: Outputs) -> tuple[Array, Array]:
     """Return (ids, scores), with the best output first."""
     order = jnp.argsort(-state.scores, axis=1)
     return take(state.ids, order), take(state.scores, order)
@@ -185,11 +184,6 @@ def result(state: Outputs) -> tuple[Array, Array]:
 def take(array: Array, numbers: Array) -> Array:
     """Select outputs of each example: array [B, N, ...], numbers [B, M] -> [B, M, ...]."""
     return jax.vmap(lambda outputs, chosen: outputs[chosen])(array, numbers)
-
-
-def samples(decode: DecodeConfig) -> bool:
-    """Whether ids are drawn at random. As in T5X, a temperature of 1e-4 is greedy."""
-    return decode.temperature > 1e-4 or decode.top_k > 0 or decode.top_p > 0
 
 
 def sample(log_probs: Array, at, decode: DecodeConfig, rows: Array, seed) -> Array:
@@ -256,14 +250,15 @@ def start_beams(B: int, N: int, T: int) -> Beams:
 
 def length_penalty(tokens, decode: DecodeConfig):
     """The divisor of a score: that of Wu et al. 2016, as in T5X, or of Hugging Face."""
-    base = (5 + tokens) / 6 if decode.penalty == "gnmt" else tokens
+    base = {"gnmt": (5 + tokens) / 6, "length": tokens}[decode.penalty]
     return base**decode.alpha
 
 
-def beam_step(state: Beams, log_probs: Array, at, *, decode: DecodeConfig) -> Beams:
+def extend_beams(state: Beams, log_probs: Array, at, *, decode: DecodeConfig) -> Beams:
     """Extend the live beams by the ids of position `at`. log_probs: [B, N, V]."""
     B, N, V = log_probs.shape
     T = state.ids.shape[-1]
+    # The 2N best extensions of all beams are among the 2N best of each beam.
     scores, ids = lax.top_k(log_probs + state.scores[..., None], min(2 * N, V))
     width = scores.shape[-1]
     scores, best = lax.top_k(scores.reshape(B, -1), 2 * N)
@@ -272,15 +267,16 @@ def beam_step(state: Beams, log_probs: Array, at, *, decode: DecodeConfig) -> Be
     extended = take(state.ids, parents).at[:, :, at].set(ids)
     ends = ids == data.EOS
 
-    live_scores, best = lax.top_k(scores + jnp.where(ends, MASKED, 0.0), N)
-    live_ids, parents = take(extended, best), take(parents, best)
+    live_scores, live = lax.top_k(scores + jnp.where(ends, MASKED, 0.0), N)
+    live_parents = take(parents, live)
     # Until now, a new beam has the keys of its parent. From now on, it has its own.
-    ancestors = take(state.ancestors, parents).at[:, :, at].set(parents)
+    ancestors = take(state.ancestors, live_parents).at[:, :, at].set(live_parents)
     ancestors = ancestors.at[:, :, at + 1].set(jnp.arange(N))
 
-    scores = scores / length_penalty(at + 1.0, decode) + jnp.where(ends, 0.0, MASKED)
-    scores = jnp.concatenate([state.finished_scores, scores], axis=1)
-    finished_scores, best = lax.top_k(scores, N)
+    ended_scores = scores / length_penalty(at + 1.0, decode)
+    ended_scores += jnp.where(ends, 0.0, MASKED)
+    both_scores = jnp.concatenate([state.finished_scores, ended_scores], axis=1)
+    finished_scores, best = lax.top_k(both_scores, N)
     finished_ids = take(jnp.concatenate([state.finished_ids, extended], axis=1), best)
     finished = take(jnp.concatenate([state.finished, ends], axis=1), best)
 
@@ -289,7 +285,7 @@ def beam_step(state: Beams, log_probs: Array, at, *, decode: DecodeConfig) -> Be
     bound = live_scores[:, :1] / length_penalty(T + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
     ended = finished_ids, finished_scores, finished
-    return Beams(live_ids, live_scores, *ended, ancestors, done)
+    return Beams(take(extended, live), live_scores, *ended, ancestors, done)
 
 
 def beam_result(state: Beams) -> tuple[Array, Array]:
@@ -315,12 +311,12 @@ def generate(
     B = len(inputs)
     if decode.beams:
         N, state = decode.beams, start_beams(B, decode.beams, length)
-        extend, finish = functools.partial(beam_step, decode=decode), beam_result
+        extend, finish = functools.partial(extend_beams, decode=decode), beam_result
     else:
-        N = decode.num_return if samples(decode) else 1
+        N = decode.num_return if decode.samples else 1
         rows = jnp.zeros(B, jnp.uint32) if rows is None else rows
-        state, finish = start(B, N, length), result
-        extend = functools.partial(step, decode=decode, rows=rows, seed=seed)
+        state, finish = start_outputs(B, N, length), sorted_outputs
+        extend = functools.partial(append_ids, decode=decode, rows=rows, seed=seed)
     encoded = model.encode(params, cfg, inputs, input_segments)
     cache, fixed = init_cache(params, cfg, encoded, length, N)
 
@@ -344,8 +340,9 @@ def generate(
 @jax.jit(static_argnames="cfg", out_shardings=P())
 def score(params: dict, batch: data.Batch, cfg: ModelConfig) -> Array:
     """Return the log-probability of the targets of each row [B], including EOS."""
-    cross_entropy, *_ = model.token_losses(params, batch, cfg)
-    return -jnp.sum(cross_entropy * (batch.target_segments > 0), axis=1)
+    logits = model.forward(params, batch, cfg)
+    losses, *_ = model.cross_entropy(logits, batch.targets)
+    return -jnp.sum(losses * (batch.target_segments > 0), axis=1)
 
 
 @jax.jit(static_argnames="cfg", out_shardings=P())
@@ -397,30 +394,31 @@ def run_batch(params: dict, cfg: Config, mesh, group: list[Example], mode: str) 
     # not need more decoding steps than that example.
     rows = min(cfg.decode.batch_size, 1 << (len(group) - 1).bit_length())
     rows = -(-rows // mesh.shape["data"]) * mesh.shape["data"]
-    inputs, targets, numbers = zip(*group, *[group[-1]] * (rows - len(group)))
+    filled = group + [group[-1]] * (rows - len(group))
+    inputs, targets, numbers = zip(*filled)
     batch = data.pad_batch(inputs, targets, padded_length(inputs), padded_length(targets))
     # As in T5X, the id 0 is padding wherever it stands.
     batch = batch._replace(
         input_segments=np.int32(batch.inputs > 0),
         target_segments=np.int32(batch.targets > 0),
     )
+    if not batch.input_segments.any(axis=1).all():
+        raise UserError("An example has no inputs besides padding.")
     batch, numbers = partition.put_batch((batch, np.uint32(numbers)), mesh)
     if mode == "score":
         return np.asarray(score(params, batch, cfg.model)).tolist()[: len(group)]
     if mode == "encode":
         return list(np.asarray(mean_vectors(params, batch, cfg.model))[: len(group)])
     length = cfg.decode.max_len or cfg.data.targets_length
-    pair = batch.inputs, batch.input_segments
-    outputs = generate(
-        params, *pair, cfg.model, length, cfg.decode, numbers, cfg.train.seed
-    )
-    ids, scores = (np.asarray(x)[: len(group), : cfg.decode.num_return] for x in outputs)
-    # Beam search may find fewer outputs than there are beams.
-    counts = np.sum(~(scores <= MASKED / 1000), axis=1)
-    return [
-        ([cut_at_eos(x) for x in row[:n]], own[:n].tolist())
-        for row, own, n in zip(ids, scores, counts)
-    ]
+    inputs, segments = batch.inputs, batch.input_segments
+    args = cfg.model, length, cfg.decode, numbers, cfg.train.seed
+    ids, scores = map(np.asarray, generate(params, inputs, segments, *args))
+    results = []
+    for outputs, own_scores in zip(ids[: len(group)], scores):
+        # Beam search may find fewer outputs than there are beams.
+        n = min(cfg.decode.num_return, np.sum(~(own_scores <= MASKED / 1000)))
+        results.append((list(map(cut_at_eos, outputs[:n])), own_scores[:n].tolist()))
+    return results
 
 
 def padded_length(sequences: list) -> int:
@@ -466,19 +464,16 @@ def open_run(options: configs.Options):
     return cfg, partition.set_mesh(cfg), tokenizer
 
 
-def load_params(cfg: Config, run_dir: str, step: int | None = None) -> tuple[int, dict]:
-    """Return (step, params) of a checkpoint, split over the devices of the mesh."""
+def load_params(cfg: Config, run_dir: str, step: int) -> dict:
+    """Return the params of a checkpoint, split over the devices of the mesh."""
     mesh, table = jax.sharding.get_mesh(), partition.flatten(model.param_table(cfg.model))
     template = {}
     for name, p in table.items():
         sharding = NamedSharding(mesh, partition.spec(p.axes, cfg.mesh.fsdp))
         like = jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding)
         template[f"params/{name}"] = like
-    found = partition.Checkpoints(run_dir).load(template, step)
-    if not found:
-        raise UserError(f"{run_dir} has no complete checkpoint: train it with train.py.")
-    step, arrays = found
-    return step, unflatten_dict(arrays, sep="/")["params"]
+    arrays = partition.load_arrays(partition.Checkpoints(run_dir).path(step), template)
+    return unflatten_dict(arrays, sep="/")["params"]
 
 
 # ---- answer files ----------------------------------------------------------------------
@@ -511,15 +506,17 @@ def line_example(line: dict, number: int, cfg: Config, tokenizer, mode: str) -> 
 def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
     """Yield (line, Example) for each line of --input that belongs to --shard."""
     cfg, (kind, _, name) = options.cfg, options.input.partition(":")
-    shard, shards = map(int, options.shard.split("/"))
-    if not 0 <= shard < shards:
-        raise UserError(f"--shard {options.shard} is none of 0/{shards}, 1/{shards}, …")
+    index, count = map(int, options.shard.split("/"))
+    if not 0 <= index < count:
+        raise UserError(f"--shard {options.shard} is none of 0/{count}, 1/{count}, …")
     if kind == "task":
         name, split = f"{name}:validation".split(":")[:2]
         task, lines = data.find_task(name, cfg), data.read_task(name, split, cfg)
+        if not data.open_task(name, split, cfg)[1]:
+            raise UserError(f"The task {name} has no split {split}.")
     else:
         task, lines = None, data.read_jsonl(options.input)
-    for number, line in itertools.islice(enumerate(lines), shard, None, shards):
+    for number, line in itertools.islice(enumerate(lines), index, None, count):
         if task:
             pair = data.encode_example(line, task, tokenizer, cfg)
             yield line, Example(*pair, number)
@@ -541,7 +538,7 @@ def result_fields(line: dict, result, cfg: Config, tokenizer, mode: str) -> dict
 
 def to_json(line: dict) -> bytes:
     """Return a line of a JSONL file. It may hold NumPy arrays and half characters."""
-    text = json.dumps(line, ensure_ascii=False, default=np.ndarray.tolist)
+    text = json.dumps(line, ensure_ascii=False, default=lambda array: array.tolist())
     return text.encode(errors="backslashreplace") + b"\n"
 
 
@@ -557,26 +554,24 @@ def job_digest(options: "Options", step: int, tokenizer) -> str:
     return f"{zlib.crc32(repr(job).encode()):08x}"
 
 
-def skip_answered(file, lines: Iterator[tuple[dict, Example]]) -> int:
-    """Return how many lines are already in an unfinished file, and cut a torn last line."""
+def skip_answered(file, lines: Iterator[tuple[dict, Example]], window: int) -> tuple:
+    """Cut an unfinished file after a window. Returns (number of its lines, other lines)."""
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails beside an equal command
     file.seek(0)
-    count = size = 0
-    for text in file:
-        if text.endswith(b"\n"):
-            old, new = json.loads(text), json.loads(to_json(next(lines, [{}])[0]))
-            if any(old.get(side) != new.get(side) for side in ("inputs", "targets")):
-                raise UserError(f"{file.name} was begun with other inputs: remove it.")
-            count, size = count + 1, size + len(text)
+    done, size, again = 0, 0, []
+    for count, text in enumerate((x for x in file if x.endswith(b"\n")), 1):
+        again.append(next(lines, [{}]))
+        old, new = json.loads(text), json.loads(to_json(again[-1][0]))
+        if any(old.get(side) != new.get(side) for side in ("inputs", "targets")):
+            raise UserError(f"{file.name} was begun with other inputs: remove it.")
+        if count % window == 0:  # Other batches would change the last digits of scores.
+            done, size, again = count, file.tell(), []
     file.truncate(size)
-    return count
+    return done, itertools.chain(again, lines)
 
 
 def run_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> None:
-    """Write the result of each line. OUTPUT appears when it is complete.
-
-    A command that was killed continues its own unfinished file, OUTPUT.DIGEST.partial.
-    """
+    """Write OUTPUT.DIGEST.partial, or continue that of a killed command, and rename it."""
     cfg, mode = options.cfg, options.mode
     if os.path.exists(options.output):
         raise UserError(f"{options.output} exists already: name another --output.")
@@ -584,7 +579,7 @@ def run_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> No
     if partition.is_main_process():
         digest = job_digest(options, step, tokenizer)
         file = open(f"{options.output}.{digest}.partial", "a+b")
-        done = skip_answered(file, lines)
+        done, lines = skip_answered(file, lines, 16 * cfg.decode.batch_size)
     done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
     lines = lines if file else itertools.islice(lines, done, None)
     lines, ahead = itertools.tee(lines)
@@ -632,13 +627,13 @@ class Options(configs.Options):
 def main() -> None:
     options = configs.parse(Options)
     from_file = options.input and options.output and options.text is None
-    from_text = not options.input + options.output and options.mode == "predict"
+    from_text = not (options.input or options.output) and options.mode == "predict"
     if not (from_file or from_text):
         raise UserError("Give --input and --output, or a text and --mode predict.")
     cfg, mesh, tokenizer = open_run(options)
     step = partition.resolve_step(options.run_dir, options.step)
     partition.check_same(step)
-    _, params = load_params(cfg, options.run_dir, step)
+    params = load_params(cfg, options.run_dir, step)
     if options.input:
         run_file(params, options, step, mesh, tokenizer)
     else:

@@ -3,7 +3,7 @@
 A model is a ModelConfig and a nested dict of float32 arrays. `forward` computes the logits
 of a Batch of token ids, and `loss_fn` computes the training loss.
 
-    python model.py --config small_c4     print the shape and size of every parameter
+    python model.py --config small_c4     print the shape of every parameter
 
 The equations are those of Raffel et al. 2020 (arXiv:1910.10683), section 2.1, with the
 changes of version 1.1: a gated GELU, an output layer of its own, and no dropout in
@@ -63,12 +63,11 @@ def param_table(cfg: ModelConfig) -> dict:
     bias_shape, bias_axes = (cfg.num_heads, cfg.relative_buckets), ("heads", "buckets")
     bias = Param(bias_shape, bias_axes, "uniform", (6 / sum(bias_shape)) ** 0.5)
     # All layers of a stack share one table of position biases. In UMT5, each has its own.
-    stack_bias, layer_bias = {"relative_bias": bias}, {}
-    if cfg.layer_biases:
-        stack_bias, layer_bias = layer_bias, stack_bias
+    per_layer = {"relative_bias": bias} if cfg.layer_biases else {}
+    per_stack = {} if cfg.layer_biases else {"relative_bias": bias}
 
     # T5 does not divide attention scores by sqrt(C), but the initial query weights.
-    attention = {
+    heads = {
         "norm": norm,
         "query": Param((D, A), ("embed", "heads"), "normal", (D * cfg.d_kv) ** -0.5),
         "key": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
@@ -77,29 +76,29 @@ def param_table(cfg: ModelConfig) -> dict:
     }
     up = Param((D, F), ("embed", "mlp"), "truncated_normal", D**-0.5)
     down = Param((F, D), ("mlp", "embed"), "truncated_normal", F**-0.5)
-    mlp = {"norm": norm, "up": up, "down": down}
+    feed_forward = {"norm": norm, "up": up, "down": down}
     if cfg.activation.startswith("gated_"):
-        mlp["gate"] = up
+        feed_forward["gate"] = up
 
     def stack(depth, layer):
         def add_axis(p):
             return p._replace(shape=(depth, *p.shape), axes=("layers", *p.axes))
 
         layers = jax.tree.map(add_axis, layer, is_leaf=is_param)
-        return {"layers": layers, "norm": norm, **stack_bias}
+        return {"layers": layers, "norm": norm, **per_stack}
 
-    encoder_layer = {"attention": attention | layer_bias, "mlp": mlp}
-    decoder_layer = {
-        "self_attention": attention | layer_bias,
-        "cross_attention": attention,
-        "mlp": mlp,
+    in_encoder = {"attention": heads | per_layer, "mlp": feed_forward}
+    in_decoder = {
+        "self_attention": heads | per_layer,
+        "cross_attention": heads,
+        "mlp": feed_forward,
     }
     table = {
         "embed": Param((V, D), ("vocab", "embed"), "normal"),
-        "encoder": stack(cfg.num_layers, encoder_layer),
+        "encoder": stack(cfg.num_layers, in_encoder),
     }
     if cfg.num_decoder_layers:  # 0 for a model that only encodes
-        table["decoder"] = stack(cfg.num_decoder_layers, decoder_layer)
+        table["decoder"] = stack(cfg.num_decoder_layers, in_decoder)
         if not cfg.tied:  # T5 1.0 uses the embedding matrix as output matrix
             unembed = Param((D, V), ("embed", "vocab"), "truncated_normal", D**-0.5)
             table["unembed"] = unembed
@@ -205,7 +204,7 @@ def relative_bucket(
 def position_bias(
     table: Array, queries: int, keys: int, bidirectional: bool, cfg: ModelConfig
 ) -> Array:
-    """Return the bias [1, H, Q, K] that is added to the attention scores.
+    """Return the bias [H, Q, K] that is added to the attention scores.
 
     table [H, R]: the learned bias of each head and bucket. The lookup is a matmul with
     one-hot vectors, because the gradient of a matmul is fast. Each layer computes the
@@ -214,7 +213,7 @@ def position_bias(
     distance = np.arange(keys) - np.arange(queries)[:, None]
     bucket = relative_bucket(distance, bidirectional, cfg)
     one_hot = jax.nn.one_hot(bucket, cfg.relative_buckets, axis=0, dtype=jnp.float32)
-    return jnp.einsum("hr,rqk->hqk", table.astype(jnp.float32), one_hot)[None]
+    return jnp.einsum("hr,rqk->hqk", table.astype(jnp.float32), one_hot)
 
 
 def attention_mask(
@@ -232,7 +231,9 @@ def attention_mask(
     return mask.astype(jnp.int8)  # the type that the attention kernel needs
 
 
-def attend(q, k, v, table, mask, bidirectional: bool, cfg: ModelConfig) -> Array:
+def dot_product_attention(
+    q, k, v, mask, table, bidirectional: bool, cfg: ModelConfig
+) -> Array:
     """Compute softmax(q k^T + bias) v for all heads, with a softmax in float32.
 
     q [B, Q, H, C], k and v [B, K, H, C], mask [B, 1, Q, K]. table [H, R]: the relative
@@ -244,10 +245,10 @@ def attend(q, k, v, table, mask, bidirectional: bool, cfg: ModelConfig) -> Array
         from extras import attention_kernel
 
         if attention_kernel.block_sizes(q.shape, K):
-            return attention_kernel.attend(q, k, v, table, mask, bidirectional, cfg)
+            return attention_kernel.attend(q, k, v, mask, table, bidirectional, cfg)
     scores = jnp.einsum("bqhc,bkhc->bhqk", q, k, preferred_element_type=jnp.float32)
     if table is not None:
-        bias = position_bias(table, Q, K, bidirectional, cfg)[0]
+        bias = position_bias(table, Q, K, bidirectional, cfg)
         # Add the bias as a product with ones: the gradient of the bias is then a matmul,
         # which is much faster on a CPU than a sum over the batch.
         scores += jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
@@ -262,17 +263,15 @@ def attend(q, k, v, table, mask, bidirectional: bool, cfg: ModelConfig) -> Array
     return (sums / jnp.where(z == 0, 1, z)).astype(v.dtype)
 
 
-def attend_on_mesh(q, k, v, bias, mask, cfg: ModelConfig) -> Array:
-    """Let each device attend for its own rows and heads, without communication.
-
-    bias: the arguments `table` and `bidirectional` of `attend`, or None.
-    """
-    table, bidirectional = bias or (None, False)
-    local = functools.partial(attend, bidirectional=bidirectional, cfg=cfg)
+def attend_on_mesh(
+    q, k, v, mask, cfg: ModelConfig, table=None, bidirectional: bool = False
+) -> Array:
+    """Let each device attend for its own rows and heads, without communication."""
+    local = functools.partial(dot_product_attention, bidirectional=bidirectional, cfg=cfg)
     heads = spec(("batch", None, "heads"))
-    in_specs = heads, heads, heads, spec(("heads",)), spec(("batch",))
+    in_specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
     sharded = jax.shard_map(local, in_specs=in_specs, out_specs=heads, check_vma=False)
-    return sharded(q, k, v, table, mask)
+    return sharded(q, k, v, mask, table)
 
 
 def split_heads(x: Array, cfg: ModelConfig) -> Array:
@@ -290,15 +289,13 @@ def attention(
     w: dict,
     x: Array,
     keys_and_values: tuple[Array, Array],
-    bias: tuple[Array, bool] | None,
-    mask: Array,
+    attend: Callable,
     cfg: ModelConfig,
     key: Array | None = None,
-    core: Callable | None = None,
 ) -> Array:
     """Compute multi-head attention. x [B, Q, D] are normalized activations.
 
-    core: a function (q, k, v, bias, mask) that replaces `attend_on_mesh`, for decoding.
+    attend: a function (q, k, v) such as `attend_on_mesh` with its other arguments.
     """
     key_probabilities, key_out = split_key(key, 2)
     q = split_heads(dense(x, w["query"]), cfg)
@@ -306,9 +303,8 @@ def attention(
     # T5 drops a key for all queries of a head at once. Setting the value of this key to
     # zero has the same effect as dropping the probability, and needs a smaller mask.
     v = dropout(v, cfg.dropout, key_probabilities, axis=3)
-    core = core or functools.partial(attend_on_mesh, cfg=cfg)
-    heads = core(q, k, v, bias, mask)
-    out = dense(heads.reshape(*x.shape[:2], -1), w["out"])
+    heads = attend(q, k, v).reshape(*x.shape[:2], -1)
+    out = dense(heads, w["out"])
     return dropout(shard(out, "batch", None, None), cfg.dropout, key_out)
 
 
@@ -344,6 +340,14 @@ REMAT = {
 }
 
 
+def gather_weights(table: dict, w: dict) -> dict:
+    """Gather the weights of one layer, which FSDP splits over the mesh axis "data".
+
+    table: the Params of all layers, whose first axis is that of the layers.
+    """
+    return jax.tree.map(lambda p, w: shard(w, *p.axes[1:]), table, w, is_leaf=is_param)
+
+
 def run_layers(
     layer: Callable, x: Array, stack: str, params: dict, cfg: ModelConfig, key
 ) -> Array:
@@ -359,15 +363,13 @@ def run_layers(
 
     def step(x, weights_and_key):
         w, key = weights_and_key
-        # With FSDP, the mesh axis "data" splits the stored weights. Gather one layer.
-        w = jax.tree.map(lambda p, w: shard(w, *p.axes[1:]), table, w, is_leaf=is_param)
-        return layer(w, x, key), None
+        return layer(gather_weights(table, w), x, key), None
 
     # A loop copies the weights of each layer out of the stacked arrays. Unrolling it made
     # a step of T5 small a quarter faster on a TPU, but the compilation takes longer.
     unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 2048
-    # If the loop is unrolled, a barrier at x keeps XLA from saving what is recomputed.
-    step = jax.checkpoint(step, policy=REMAT[cfg.remat], prevent_cse=(unroll, False))
+    # If the loop is unrolled, a barrier keeps XLA from saving what is recomputed.
+    step = jax.checkpoint(step, policy=REMAT[cfg.remat], prevent_cse=unroll)
     return lax.scan(step, x, (weights, keys), unroll=unroll)[0]
 
 
@@ -383,11 +385,17 @@ def encode(
 
     def layer(w, x, key):
         key_self, key_mlp = split_key(key, 2)
-        table = w["attention"] if cfg.layer_biases else params["encoder"]
-        bias = table["relative_bias"], True
+        own = w["attention"] if cfg.layer_biases else params["encoder"]
+        attend = functools.partial(
+            attend_on_mesh,
+            mask=mask,
+            cfg=cfg,
+            table=own["relative_bias"],
+            bidirectional=True,
+        )
         normalized = rms_norm(x, w["attention"]["norm"])
         kv = keys_values(w["attention"], normalized, cfg)
-        x += attention(w["attention"], normalized, kv, bias, mask, cfg, key_self)
+        x += attention(w["attention"], normalized, kv, attend, cfg, key_self)
         return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp)
 
     x = embed(params, inputs, cfg, key_embed)
@@ -399,56 +407,48 @@ def decoder_layer(
     w: dict,
     x: Array,
     self_kv: Callable,
-    bias: tuple[Array, bool],
-    self_mask: Array,
+    attend: Callable,
     cross_kv: tuple[Array, Array],
-    cross_mask: Array,
+    cross_attend: Callable,
     cfg: ModelConfig,
     key: Array | None = None,
-    core: Callable | None = None,
 ) -> Array:
     """Apply self-attention, cross-attention and MLP. Returns the activations [B, T, D].
 
     self_kv: a function that maps normalized activations to keys and values. infer.py adds
-    the keys and values of earlier tokens from its cache. core: as in `attention`.
+    the keys and values of earlier tokens from its cache. attend: as in `attention`.
     """
     key_self, key_cross, key_mlp = split_key(key, 3)
     w_self, w_cross = w["self_attention"], w["cross_attention"]
     normalized = rms_norm(x, w_self["norm"])
-    kv = self_kv(normalized)
-    x += attention(w_self, normalized, kv, bias, self_mask, cfg, key_self, core)
+    x += attention(w_self, normalized, self_kv(normalized), attend, cfg, key_self)
     normalized = rms_norm(x, w_cross["norm"])
-    x += attention(w_cross, normalized, cross_kv, None, cross_mask, cfg, key_cross, core)
+    x += attention(w_cross, normalized, cross_kv, cross_attend, cfg, key_cross)
     return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp)
 
 
-def decode(
-    params: dict,
-    cfg: ModelConfig,
-    decoder_inputs: Array,
-    segments: Array,
-    encoded: Array,
-    input_segments: Array,
-    key=None,
-) -> Array:
-    """Run the decoder on all target positions at once. Returns [B, T, D].
+def decode(params: dict, cfg: ModelConfig, batch, encoded: Array, key=None) -> Array:
+    """Run the decoder on all target positions of a data.Batch. Returns [B, T, D].
 
-    With teacher forcing, decoder_inputs [B, T] are the targets shifted right by one.
+    With teacher forcing, its inputs are the targets shifted right by one.
     encoded [B, S, D]: the output of the encoder.
     """
     key_embed, key_layers, key_end = split_key(key, 3)
-    self_mask = attention_mask(segments, segments, causal=True)
-    cross_mask = attention_mask(segments, input_segments)
+    segments = batch.target_segments
+    mask = attention_mask(segments, segments, causal=True)
+    cross_mask = attention_mask(segments, batch.input_segments)
+    cross_attend = functools.partial(attend_on_mesh, mask=cross_mask, cfg=cfg)
 
     def layer(w, x, key):
-        table = w["self_attention"] if cfg.layer_biases else params["decoder"]
-        bias = table["relative_bias"], False
+        own = w["self_attention"] if cfg.layer_biases else params["decoder"]
+        attend = functools.partial(
+            attend_on_mesh, mask=mask, cfg=cfg, table=own["relative_bias"]
+        )
         self_kv = functools.partial(keys_values, w["self_attention"], cfg=cfg)
         cross_kv = keys_values(w["cross_attention"], encoded, cfg)
-        masks = self_mask, cross_kv, cross_mask
-        return decoder_layer(w, x, self_kv, bias, *masks, cfg, key)
+        return decoder_layer(w, x, self_kv, attend, cross_kv, cross_attend, cfg, key)
 
-    x = embed(params, decoder_inputs, cfg, key_embed)
+    x = embed(params, batch.decoder_inputs, cfg, key_embed)
     x = run_layers(layer, x, "decoder", params, cfg, key_layers)
     return dropout(rms_norm(x, params["decoder"]["norm"]), cfg.dropout, key_end)
 
@@ -465,8 +465,7 @@ def decoder_output(params: dict, batch, cfg: ModelConfig, key=None) -> Array:
     """Run encoder and decoder on a data.Batch. key: for dropout. Returns [B, T, D]."""
     key_encoder, key_decoder = split_key(key, 2)
     encoded = encode(params, cfg, batch.inputs, batch.input_segments, key_encoder)
-    targets = batch.decoder_inputs, batch.target_segments
-    return decode(params, cfg, *targets, encoded, batch.input_segments, key_decoder)
+    return decode(params, cfg, batch, encoded, key_decoder)
 
 
 def forward(params: dict, batch, cfg: ModelConfig, key=None) -> Array:
@@ -498,18 +497,6 @@ def cross_entropy(
     return loss, z_loss * log_z**2, target_logit == jnp.max(logits, axis=-1)
 
 
-def token_losses(
-    params: dict,
-    batch,
-    cfg: ModelConfig,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-) -> tuple[Array, Array, Array]:
-    """Run the model on a data.Batch, and return what `cross_entropy` returns."""
-    logits = forward(params, batch, cfg)
-    return cross_entropy(logits, batch.targets, z_loss, label_smoothing)
-
-
 def loss_sums(
     output: dict, x: Array, targets: Array, weight: Array, cfg: Config
 ) -> tuple[Array, dict]:
@@ -520,7 +507,7 @@ def loss_sums(
     logits = logits_of(output, cfg.model, x)
     losses = cross_entropy(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
     names = "cross_ent_loss", "z_loss", "accuracy"
-    sums = {name: jnp.sum(x * weight) for name, x in zip(names, losses)}
+    sums = {name: jnp.sum(loss * weight) for name, loss in zip(names, losses)}
     sums["tokens"] = jnp.sum(weight)
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 
@@ -540,7 +527,7 @@ def loss_fn(params: dict, batch, cfg: Config, key=None) -> tuple[Array, dict]:
     if cfg.model.loss == "chunked" or (cfg.model.loss == "auto" and saves):
         from extras import chunked_loss
 
-        return chunked_loss.loss_sums(cfg, output, x, batch.targets, weight)
+        return chunked_loss.chunked_sums(cfg, output, x, batch.targets, weight)
     return loss_sums(output, x, batch.targets, weight, cfg)
 
 
@@ -560,7 +547,7 @@ def count_params(table: dict) -> int:
 
 
 def train_flops(cfg: ModelConfig, S: int, T: int) -> int:
-    """Count the floating-point operations to train on one example. Only matmuls count.
+    """Count the floating-point operations to train on one row. Only matmuls count.
 
     T5 1.1 small needs 106 billion for S = 512 input tokens and T = 114 target tokens.
     """
@@ -577,14 +564,14 @@ def train_flops(cfg: ModelConfig, S: int, T: int) -> int:
 
 
 def describe_model(cfg: Config) -> str:
-    """Return a line with the number of parameters and the FLOPs of an example."""
+    """Return a line with the number of parameters and the FLOPs of a row."""
     table = param_table(cfg.model)
     S, T = cfg.data.inputs_length, cfg.data.targets_length
     parts = ", ".join(f"{name} {count_params(part):,}" for name, part in table.items())
     flops = train_flops(cfg.model, S, T) / 1e9
     return (
         f"{count_params(table):,} parameters ({parts}); {flops:.5g} GFLOP to train on "
-        f"one example of {S} + {T} tokens"
+        f"one row of {S} + {T} tokens"
     )
 
 

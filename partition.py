@@ -162,7 +162,7 @@ def start_jax(cfg: Config) -> None:
             heartbeat_timeout_seconds=d.timeout,
         )
     except ValueError:  # There is no cluster, so this process runs alone.
-        if d.coordinator:
+        if d.coordinator or d.processes or d.process is not None:
             raise
     if not is_main_process():
         sys.stdout = open(os.devnull, "w")
@@ -318,6 +318,12 @@ def load_arrays(folder: Path, template: dict) -> dict[str, jax.Array]:
     template: {name: ShapeDtypeStruct with a sharding}, for some arrays or for all.
     """
     stored, _ = read_head(folder)
+    others = [x for x in stored if x.startswith("params/") and x not in template]
+    if others:
+        raise UserError(
+            f"{folder} has arrays that this run has not, such as {others[0]}: use the "
+            f"settings of the run that wrote the checkpoint."
+        )
 
     def load(name, like):
         headers = stored.get(name)
@@ -340,7 +346,7 @@ def load_arrays(folder: Path, template: dict) -> dict[str, jax.Array]:
 
 
 class Checkpoints:
-    """Save, list and load the checkpoints of one run. Every process calls each method."""
+    """Save and list the checkpoints of one run. Every process calls each method."""
 
     def __init__(self, run_dir: Path | str, keep: int = 3):
         self.folder = configs.to_path(run_dir) / "checkpoints"
@@ -399,12 +405,6 @@ class Checkpoints:
                     path.rmtree()
                 else:
                     shutil.rmtree(path)
-
-    def load(self, template: dict, step: int | None = None) -> tuple[int, dict] | None:
-        """Load a step, or the newest checkpoint if there is one, as (step, arrays)."""
-        run_dir = self.folder.parent
-        folder = newest_checkpoint(run_dir) if step is None else self.path(step)
-        return folder and (int(folder.name[5:]), load_arrays(folder, template))
 
 
 def newest_checkpoint(source: Path | str) -> Path | None:

@@ -409,7 +409,7 @@ def test_lesson_span_corruption_moves_random_spans_to_the_targets(length, densit
         data.random_bits(20 * (total - 1), 5, length, side).reshape(20, -1).tolist()
         for side, total in enumerate((length - noise, noise))
     ]
-    fast = data.span_corruption(tokens, 32099, cfg, 5)
+    fast = data.corrupt_spans(tokens, 32099, cfg, 5)
     slow = [
         corrupt_slowly(row, sides, 32099, cfg)
         for row, sides in zip(tokens.tolist(), zip(*bits))
@@ -487,7 +487,7 @@ def test_span_corruption_that_cannot_work_is_refused(changes, message):
 def test_without_sentinels_only_span_corruption_is_refused():
     tokenizer = types.SimpleNamespace(extra_ids=0, sentinel=None)
     with pytest.raises(UserError, match="prefix_lm"):
-        data.spans([np.arange(9)], tokenizer, DataConfig(), 0)
+        data.span_corruption([np.arange(9)], tokenizer, DataConfig(), 0)
     assert data.prefix_lm([np.arange(9)], tokenizer, DataConfig(), 0)
 
 
@@ -683,21 +683,6 @@ def test_the_seed_and_the_epoch_choose_order_and_spans(tmp_path):
     assert len(np.unique(first(0), axis=0)) == 8  # other spans in each epoch
 
 
-def test_a_source_that_fits_into_memory_is_read_once(mixture, monkeypatch):
-    opened = []
-
-    def read(path):
-        opened.append(path)
-        return read_jsonl(path)
-
-    read_jsonl = data.READERS["jsonl"]
-    monkeypatch.setitem(data.READERS, "jsonl", read)
-    batches = data.Batches(mixture, TOKENIZER)
-    while batches.state["tasks"]["c"][1] < 3:
-        next(batches)
-    assert len(opened) == 3
-
-
 def test_rare_tasks_appear_in_turn_and_rates_are_exact(mixture, tables, monkeypatch):
     monkeypatch.setattr(data, "PACKED", 10)
     configs.MIXTURES["abc"] = {"a": 0.7, "b": 0.2, "c": 0.1}
@@ -734,37 +719,6 @@ def test_a_source_without_text_is_refused(tmp_path):
     cfg = change(BYTES, data=dict(source=source, task="span_corruption"))
     with pytest.raises(UserError, match="a.jsonl"):
         next(data.Batches(cfg, TOKENIZER))
-
-
-def test_the_denoisers_of_ul2_are_a_mixture_of_tasks(tmp_path, tables):
-    """A task may have its own noise, and a function that puts a mode before the inputs."""
-    (tmp_path / "a.txt").write_text("\n".join(f"{n * n}" * 9 for n in range(300)))
-    cfg = change(
-        BYTES,
-        data=dict(task="ul2", inputs_length=64, targets_length=64),
-        train=dict(batch_size=64),
-    )
-
-    def denoise(mode, documents, tokenizer, settings, *key):
-        (ids,) = tokenizer.encode([mode])
-        pairs = data.spans(documents, tokenizer, settings, *key)
-        return [(np.concatenate([ids, inputs]), targets) for inputs, targets in pairs]
-
-    found, expected = set(), set()
-    for mode, density, mean in ("S", 0.25, 1e9), ("R", 0.15, 3), ("X", 0.5, 3):
-        noise = dict(noise_density=density, mean_span_length=mean, inputs_length=60)
-        objective = functools.partial(denoise, mode)
-        source = f"text:{tmp_path}/a.txt"
-        configs.TASKS[mode] = data.Task(source, objective=objective, noise=noise)
-        settings = replace(cfg.data, **noise)
-        length = data.raw_length(settings)
-        expected.add((mode, *data.noise_counts(length, settings)))
-    configs.MIXTURES["ul2"] = {"S": 1, "R": 1, "X": 1}
-    batch = next(data.Batches(cfg, TOKENIZER))
-    for inputs, targets in zip(batch.inputs, batch.targets):
-        removed = (targets < 259).sum() - (targets < 2).sum()
-        found.add((chr(inputs[0] - 3), removed, (targets >= 259).sum()))
-    assert found == expected
 
 
 # ---- data: sources and tasks -----------------------------------------------------------
@@ -947,9 +901,9 @@ def test_lesson_the_unigram_loss_is_that_of_counting_tokens():
     """Each content token of the targets is predicted by its share of all other tokens."""
     batch = data.pad_batch([[5, 5, 6, 1]], [[358, 5, 7, 1]], 6, 6)
     losses = [-math.log((3 - 1 + 1) / (4 + 359)), -math.log((1 - 1 + 1) / (4 + 359))]
-    found = data.unigram_loss([batch], TOKENIZER)
+    found = evaluate.unigram_loss([batch], TOKENIZER)
     assert found == pytest.approx(np.mean(losses))
-    assert data.unigram_loss([data.pad_batch([[1]], [[1]], 6, 6)], TOKENIZER) == 0
+    assert evaluate.unigram_loss([data.pad_batch([[1]], [[1]], 6, 6)], TOKENIZER) == 0
 
 
 @pytest.mark.parametrize(
@@ -1130,6 +1084,13 @@ def random_arrays(template, seed=0):
     }
 
 
+def load_checkpoint(checkpoints, template, step=None):
+    """Load a checkpoint, or the newest one, and return (step, arrays)."""
+    folder = partition.newest_checkpoint(checkpoints.folder.parent)
+    folder = checkpoints.path(step) if step else folder
+    return folder and (int(folder.name[5:]), partition.load_arrays(folder, template))
+
+
 def a_vector(first=0):
     """Return {name: array}, and the template to load it."""
     arrays = {"a": jnp.arange(8.0) + first}
@@ -1230,7 +1191,7 @@ def test_a_checkpoint_is_loaded_on_any_mesh(tmp_path):
     saved = jax.device_get(saved)
     for mesh, devices in ((MESHES[3], 8), (MESHES[2], 4), (MESHES[1], 8), ({}, 1)):
         template = template_of(change(mesh=mesh), devices)
-        step, loaded = checkpoints.load(template)
+        step, loaded = load_checkpoint(checkpoints, template)
         assert step == 7
         assert_equal(loaded, saved)
         assert all(loaded[k].sharding == a.sharding for k, a in template.items())
@@ -1268,14 +1229,14 @@ def test_a_save_keeps_the_numbers_of_its_step(tmp_path):
         if step == 3:
             checkpoints.save(arrays, step)
     checkpoints.finish()
-    assert_equal(checkpoints.load(template)[1]["a"], np.arange(8) + 3)
+    assert_equal(load_checkpoint(checkpoints, template)[1]["a"], np.arange(8) + 3)
 
 
 def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
     """Incomplete folders are removed, and other folders are not touched."""
     arrays, template = a_vector()
     checkpoints = partition.Checkpoints(tmp_path, keep=2)
-    assert checkpoints.load(template) is None
+    assert load_checkpoint(checkpoints, template) is None
     (tmp_path / "checkpoints/step_00000002_copy").mkdir(parents=True)
     (tmp_path / "checkpoints/step_00000003").mkdir()
     for step in (1, 2, 4, 5):
@@ -1327,14 +1288,14 @@ def test_a_crash_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
         checkpoints = partition.Checkpoints(run, keep=1)
         assert checkpoints.steps()
         for step in checkpoints.steps():
-            loaded = checkpoints.load(template, step)[1]
+            loaded = load_checkpoint(checkpoints, template, step)[1]
             assert_equal(loaded, {1: old, 2: new}[step])
             state = partition.read_state(checkpoints.path(step))
             assert state == {1: "old", 2: "new"}[step]
         outcomes.append(step)
         checkpoints.save(last, 3)
         checkpoints.finish()
-        assert_equal(checkpoints.load(template)[1], last)
+        assert_equal(load_checkpoint(checkpoints, template)[1], last)
         assert checkpoints.steps() == [3]
         if finished:
             break
@@ -1359,14 +1320,14 @@ def test_a_flipped_bit_is_never_used(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="step_00000001") as error:
             partition.read_state(checkpoints.path(1))
-            checkpoints.load(template)
+            load_checkpoint(checkpoints, template)
         assert str(path) in str(error.value)
     path.write_bytes(whole[:-1])
     with pytest.raises(UserError, match="damaged"):
-        checkpoints.load(template)
+        load_checkpoint(checkpoints, template)
     path.unlink()
     with pytest.raises(FileNotFoundError, match=path.name):
-        checkpoints.load(template)
+        load_checkpoint(checkpoints, template)
 
 
 def test_arrays_of_another_model_are_refused(tmp_path):
@@ -1382,7 +1343,7 @@ def test_arrays_of_another_model_are_refused(tmp_path):
     ):
         like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         with pytest.raises(UserError, match=f"the array {name}"):
-            checkpoints.load({name: like})
+            load_checkpoint(checkpoints, {name: like})
 
 
 def test_a_failed_save_is_reported(tmp_path, monkeypatch):
@@ -1418,7 +1379,7 @@ def make_packed(cfg=SMALL, seed=0):
     return data.Batch(inputs, input_segments, shifted, targets, segments)
 
 
-attend = jax.jit(model.attend, static_argnums=(5, 6))
+attend = jax.jit(model.dot_product_attention, static_argnums=(5, 6))
 encode = jax.jit(model.encode, static_argnums=1)
 
 
@@ -1472,7 +1433,7 @@ def make_attention(seed=0, queries=5, keys=7):
 def test_lesson_attention_is_a_weighted_mean_of_the_values(bidirectional):
     # softmax(q k^T + bias) v, without a division by sqrt(d_kv)
     q, k, v, table, mask = make_attention()
-    found = attend(q, k, v, table, mask, bidirectional, SMALL.model)
+    found = attend(q, k, v, mask, table, bidirectional, SMALL.model)
     distance = np.arange(7) - np.arange(5)[:, None]
     bias = table[:, model.relative_bucket(distance, bidirectional, SMALL.model)]
     for b, h in np.ndindex(3, 4):
@@ -1685,7 +1646,7 @@ def test_dropped_values_equal_dropped_probabilities():
     dropped = model.dropout(jnp.asarray(v), 0.3, key, axis=3)
     kept = np.asarray(dropped[..., 0] / v[..., 0])  # [B, K, H]: 0 or 1 / 0.7
     assert set(np.round(kept, 4).ravel()) == {0.0, np.float32(1.4286)}
-    found = attend(q, k, dropped, None, mask, True, cfg)
+    found = attend(q, k, dropped, mask, None, True, cfg)
     scores = np.where(mask, np.einsum("bqhc,bkhc->bhqk", q, k), -np.inf)[:, :, :-1]
     probabilities = (
         np.asarray(jax.nn.softmax(scores)) * kept.transpose(0, 2, 1)[:, :, None]
@@ -1929,19 +1890,19 @@ def test_the_search_goes_on_while_a_live_beam_can_win():
     ended = dict(finished=jnp.array([[True]]), finished_scores=jnp.array([[-1.0]]))
     for live, done in ((-8.9, False), (-9.1, True)):
         begun = state._replace(scores=jnp.array([[live]]), **ended)
-        assert infer.beam_step(begun, log_probs, 2, decode=decode).done == done
+        assert infer.extend_beams(begun, log_probs, 2, decode=decode).done == done
 
 
 def test_an_ended_output_is_padded_and_outputs_are_sorted_by_score():
-    state = infer.start(2, 1, 3)
+    state = infer.start_outputs(2, 1, 3)
     log_probs = jnp.log(jnp.array([[[0.1, 0.6, 0.3]], [[0.2, 0.3, 0.5]]]))
     options = dict(decode=DecodeConfig(), rows=None, seed=0)
     for at in range(2):
-        state = infer.step(state, log_probs, at, **options)
+        state = infer.append_ids(state, log_probs, at, **options)
     assert state.ids[:, 0].tolist() == [[1, 0, 0], [2, 2, 0]]
     assert_close(state.scores[:, 0], np.log([0.6, 0.25]), 1e-6)
     three = jnp.array([[[0], [1], [2]]]), jnp.array([[-3.0, -1, -2]])
-    ids, scores = infer.result(infer.Outputs(*three, None))
+    ids, scores = infer.sorted_outputs(infer.Outputs(*three, None))
     assert ids[0, :, 0].tolist() == [1, 2, 0] and scores.tolist() == [[-1, -2, -3]]
 
 
@@ -2004,7 +1965,7 @@ def test_samples_depend_on_the_example_the_sample_the_position_and_the_seed():
 def test_results_do_not_depend_on_the_batch_or_the_mesh(mode, decode):
     """They come in the order of the examples, although batches are sorted by length."""
     rng, examples = np.random.default_rng(0), []
-    for pair in [(5, 3), (30, 8), (1, 5), (16, 2), (17, 20), (0, 4)]:
+    for pair in [(5, 3), (30, 8), (1, 5), (16, 2), (17, 20), (2, 4)]:
         ids = (rng.integers(3, 256, length).tolist() for length in pair)
         examples.append(infer.Example(*ids, number=len(examples)))
     weights = jax.device_get(make_params(SMALL))
@@ -2037,6 +1998,8 @@ def test_the_id_0_is_padding_wherever_it_stands(one_device):
     batch = batch._replace(input_segments=hidden, target_segments=hidden)
     (found,) = infer.run_examples(params, cfg, one_device, [inner], "score")
     np.testing.assert_allclose(found, infer.score(params, batch, cfg.model)[0], rtol=1e-5)
+    with pytest.raises(UserError, match="padding"):  # softmax over no key at all
+        next(infer.run_examples(params, cfg, one_device, [infer.Example([0, 0], [1])]))
 
 
 def test_beams_without_an_output_are_left_out(one_device):
@@ -2382,9 +2345,9 @@ def test_the_loss_is_a_mean_over_all_tokens_of_all_batches(one_device):
     params = make_params(cfg)
     targets = [[*ids, data.EOS] for ids in tokenizer.encode(texts)]
     batches = [data.pad_batch([[5, 1]] * n, targets[-n:], 2, 9) for n in (1, 3)]
-    token_losses = jax.jit(model.token_losses, static_argnums=2)
-    losses = [token_losses(params, batch, cfg.model)[0] for batch in batches]
-    losses, ids = map(np.concatenate, (losses, [batch.targets for batch in batches]))
+    logits = [forward(params, batch, cfg.model) for batch in batches]
+    ids = np.concatenate([batch.targets for batch in batches])
+    losses = np.asarray(model.cross_entropy(np.concatenate(logits), ids)[0])
     content = losses[(ids > 1) & (ids < 259)]
     found = evaluate.evaluate_loss(params, cfg, one_device, batches, tokenizer)
     assert found["cross_ent_loss"] == pytest.approx(losses[ids > 0].mean(), rel=1e-5)
@@ -2427,7 +2390,7 @@ def test_metrics_state_whether_lower_is_better(name, lower, monkeypatch):
 def evaluated(byte_run, one_device, tmp_path, monkeypatch):
     """A function that evaluates byte_run on a task with some rows."""
     cfg, _ = configs.load_run(byte_run)
-    _, params = infer.load_params(cfg, byte_run)
+    params = infer.load_params(cfg, byte_run, 1)
     infer.note.cache_clear()
 
     def evaluate_rows(function, rows, split="validation", **task):
@@ -2499,9 +2462,11 @@ def test_choices_that_become_equal_ids_are_refused(evaluated):
 def test_a_task_without_pairs_or_split_is_refused(evaluated):
     for function in (evaluate.predict, evaluate.rank):
         with pytest.raises(UserError, match="mine"):
-            evaluated(function, [{"text": "a"}], objective=data.spans)
+            evaluated(function, [{"text": "a"}], objective=data.span_corruption)
     with pytest.raises(UserError, match="mine"):
-        evaluated(evaluate.predict, [{"text": "a"}], "nowhere", objective=data.spans)
+        evaluated(
+            evaluate.predict, [{"text": "a"}], "nowhere", objective=data.span_corruption
+        )
 
 
 OWN_TASKS = """

@@ -123,7 +123,8 @@ def adamw(rate: Array | float, cfg: TrainConfig) -> optax.GradientTransformation
     return optax.adamw(rate, weight_decay=cfg.weight_decay)
 
 
-# --train.optimizer chooses one of these. A fork can add any other optimizer of optax.
+# --train.optimizer chooses one of these. To add any other optimizer of optax, add it here
+# and to the names in configs.TrainConfig.
 OPTIMIZERS = {"adafactor": adafactor, "adamw": adamw}
 
 
@@ -334,14 +335,15 @@ class Evaluations:
         t = cfg.train
         self.held_out = {}  # {name of a task: batches of its validation split}
         self.with_metrics = []  # names of the tasks with metrics of generated text
-        for name in data.eval_tasks(cfg) if t.eval_every or t.infer_every else []:
+        evaluates = t.eval_every or t.infer_every
+        for name in data.eval_tasks(cfg) if evaluates else []:
             batches = data.held_out(name, "validation", cfg, tokenizer)
             if not batches:
                 print(f"{name} is not evaluated: it has no held-out examples")
                 continue
             self.held_out[name] = batches
             self.with_metrics += [name] if data.find_task(name, cfg).metrics else []
-            baseline = data.unigram_loss(batches, tokenizer)
+            baseline = evaluate.unigram_loss(batches, tokenizer)
             print(
                 f"unigram  {baseline:.3f} nats per content token of held-out {name}, for "
                 f"a model that knows only how often each token occurs"
@@ -354,11 +356,12 @@ class Evaluations:
             ("training_eval", t.eval_every, self.held_out, self.measure_loss),
             ("inference_eval", t.infer_every, self.with_metrics, self.generate),
         ):
-            for name in names if is_due(every, step, t) else ():
-                if not self.log.has(step, f"{kind}/{name}"):
+            for name in names:
+                group = f"{kind}/{name}"
+                if is_due(every, step, t) and not self.log.has(step, group):
                     self.checkpoints.finish()  # A failed evaluation costs no save.
                     metrics = evaluation(name, step, params)
-                    self.log.write(step, f"{kind}/{name}", metrics)
+                    self.log.write(step, group, metrics)
                     values = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
                     tqdm.write(f"step {step:,}: held-out {name}: {values}")
                     made = True
@@ -418,15 +421,6 @@ def held_out_example(
 # ---- the start of a run ----------------------------------------------------------------
 
 
-def model_info(template: TrainState) -> str:
-    """List all parameters and slots, as in the file model-info.txt of T5X."""
-    lines = [
-        f"{name:60} size {a.size:>12,}   shape {a.shape}   {a.sharding.spec}\n"
-        for name, a in names_of(template).items()
-    ]
-    return "".join(lines)
-
-
 def open_tokenizer(
     cfg: Config, run_dir: Path, own: Path | None, source: str
 ) -> data.Tokenizer:
@@ -435,9 +429,8 @@ def open_tokenizer(
     if partition.is_main_process() and not own:
         folder = configs.to_path(configs.run_of(source)) if source else None
     tokenizer = data.load_tokenizer(cfg, folder)
-    if own and tokenizer.sha256 != configs.load_run(run_dir)[1].get(
-        "vocabulary", tokenizer.sha256
-    ):
+    facts = configs.load_run(run_dir)[1] if own else {}
+    if tokenizer.sha256 != facts.get("vocabulary", tokenizer.sha256):
         raise UserError(f"{run_dir} has another vocabulary than at its beginning.")
     if partition.is_main_process():
         tokenizer.save(run_dir)
@@ -454,8 +447,9 @@ def load_state(
         shardings = jax.tree.map(lambda a: a.sharding, template)
         initial = jax.jit(partial(init_state, cfg), out_shardings=shardings)()
         arrays = names_of(initial) | arrays
-    ordered = [arrays[name] for name in names_of(template)]
-    return jax.tree.unflatten(jax.tree.structure(template), ordered)
+    return jax.tree.unflatten(
+        jax.tree.structure(template), [arrays[name] for name in names_of(template)]
+    )
 
 
 class Run(NamedTuple):
@@ -480,6 +474,9 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, source: str) -> Run:
     t = cfg.train
     for name in data.eval_tasks(cfg):
         data.find_task(name, cfg)  # An unknown task must not stop a run hours later.
+    # A run has a checkpoint of its own, from which it resumes. Or it is new, with random
+    # weights, or with the weights of `source`, whose step and optimizer it takes with
+    # --train.restore all.
     own = partition.newest_checkpoint(run_dir)
     folder = own or (partition.newest_checkpoint(source) if source else None)
     if source and not folder:
@@ -504,7 +501,6 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, source: str) -> Run:
     if partition.is_main_process():
         facts = {"vocabulary": tokenizer.sha256, "init_from": source}
         configs.save_run(cfg, run_dir, **facts)
-        configs.write_file(run_dir / "model-info.txt", model_info(template))
         if recipe.endswith(".py"):
             configs.write_file(run_dir / "recipe.py", Path(recipe).read_text())
     with ThreadPoolExecutor(1) as thread:  # Compile while the state is loaded.
@@ -562,17 +558,17 @@ def loop(cfg: Config, run: Run) -> int:
         if logs or saves:
             metrics = jax.device_get(metrics)
             run.checkpoints.finish()  # completes the previous save
-            if not math.isfinite(metrics["gradient_norm"]):
+            if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
                 raise UserError(
-                    f"The loss or a gradient of step {step:,} is infinite or NaN. Start "
-                    f"another run with a lower --train.learning_rate."
+                    f"The loss, a gradient or the rate of step {step:,} is infinite or NaN. "
+                    f"Start another run with a lower --train.learning_rate."
                 )
         if logs:
             seconds = time.perf_counter() - clock
-            examples = (step - clock_step) * t.batch_size / seconds
+            rows = (step - clock_step) * t.batch_size / seconds
             timing = {
-                "examples_per_second": examples,
-                "teraflops": examples * flops / 1e12,
+                "rows_per_second": rows,
+                "teraflops": rows * flops / 1e12,
                 "data_wait_fraction": waited / seconds,
             }
             run.log.write(step, "train", metrics)
@@ -580,7 +576,7 @@ def loop(cfg: Config, run: Run) -> int:
             tqdm.write(
                 f"step {step:,}/{t.steps:,}  loss {metrics['loss']:.3f}  accuracy "
                 f"{metrics['accuracy']:.3f}  learning rate {metrics['learning_rate']:.1e}"
-                f"  {examples:.4g} examples/s  {timing['teraflops']:.3g} TFLOP/s"
+                f"  {rows:.4g} rows/s  {timing['teraflops']:.3g} TFLOP/s"
             )
         if saves:
             run.log.sync()

@@ -1,7 +1,7 @@
 """Attention for TPUs that never writes its scores to memory, as a kernel in Pallas.
 
-XLA writes the scores [B, H, Q, K] of model.attend to memory several times. This kernel
-keeps the scores of a few rows and heads in on-chip memory, and its backward pass computes
+XLA writes the scores [B, H, Q, K] of model.dot_product_attention to memory several times.
+This kernel keeps the scores of a few rows and heads in on-chip memory, and its backward pass computes
 them again, as in FlashAttention (Dao et al. 2022).
 
 Here, queries, keys and values have the shape [B, Q, H * C], as dense layers produce and
@@ -217,12 +217,12 @@ def backward(C, saved, d_out):
 attend_in_blocks.defvjp(forward, backward)
 
 
-def attend(q, k, v, table, mask, bidirectional: bool, cfg: ModelConfig) -> Array:
-    """Compute what model.attend computes, with its arguments."""
+def attend(q, k, v, mask, table, bidirectional: bool, cfg: ModelConfig) -> Array:
+    """Compute what model.dot_product_attention computes, with its arguments."""
     (B, Q, H, C), K = q.shape, k.shape[1]
     q, k, v = (x.reshape(B, -1, H * C) for x in (q, k, v))
     bias = None
     if table is not None:
-        bias = position_bias(table, Q, K, bidirectional, cfg)[0]
+        bias = position_bias(table, Q, K, bidirectional, cfg)
     mask = jnp.broadcast_to(mask[:, 0], (B, Q, K)).astype(jnp.int8)
     return attend_in_blocks(C, q, k, v, bias, mask).reshape(B, Q, H, C)

@@ -51,7 +51,7 @@ def part_gradients(cfg, output, x, targets, weight):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def loss_sums(
+def chunked_sums(
     cfg: Config, output: dict, x: Array, targets: Array, weight: Array
 ) -> tuple[Array, dict]:
     """Compute what model.loss_sums computes. Only the total loss has a gradient."""
@@ -76,4 +76,4 @@ def backward(cfg, saved, d_result):
     return d_output, d_x, None, None
 
 
-loss_sums.defvjp(forward, backward)
+chunked_sums.defvjp(forward, backward)

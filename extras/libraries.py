@@ -1,15 +1,17 @@
-"""Datasets of other libraries: of the Hugging Face Hub, of TFDS, and caches of SeqIO."""
+"""Sources that are not files: the Hugging Face Hub, TFDS, caches of SeqIO, and toys."""
 
+import json
 import os
 import re
 from functools import partial
 
 import configs
 from data import File
+from extras import toys
 
 
 def open_hf(name: str, split: str, cfg: configs.Config) -> list[File]:
-    """Open NAME or NAME:CONFIG of the hub, or a local folder, without downloading all of it."""
+    """Open NAME or NAME:CONFIG of the hub, or a local folder. Only what is read is loaded."""
     import datasets
 
     path, _, config = name.partition(":")
@@ -37,10 +39,14 @@ def open_tfds(name: str, split: str, cfg: configs.Config) -> list[File]:
     # Without a version in the name, the newest one: 1.10.0 is newer than 1.9.0.
     folders = [path.parent for path in found]
     folder = max(folders, key=lambda path: [*map(int, re.findall(r"\d+", path.name))])
-    # TFDS imports the modules that this file names, which may be foreign code.
-    classes = re.findall(
-        '"pythonClassName": "(.*?)"', (folder / "features.json").read_text()
-    )
+    # TFDS imports the modules that this file names, which may be foreign code. Of equal
+    # keys, each counts, and a feature can have the name "type".
+    classes, keys = [], ("pythonClassName", "python_class_name", "type", "content")
+
+    def collect(fields):
+        classes.extend(x for key, x in fields if key in keys and isinstance(x, str))
+
+    json.loads((folder / "features.json").read_text(), object_pairs_hook=collect)
     if not all(name.startswith("tensorflow_datasets.") for name in classes):
         raise configs.UserError(f"{folder}/features.json names other code: {classes}.")
     builder = tfds.builder_from_directory(folder)
@@ -61,3 +67,14 @@ def open_seqio(name: str, split: str, cfg: configs.Config) -> list[File]:
     from extras import tfrecord
 
     return [File(*pair) for pair in tfrecord.seqio_files(name, split).items()]
+
+
+def open_random(name: str, split: str, cfg: configs.Config) -> list[File]:
+    """Open random documents of token ids, to measure the speed of training."""
+    return [File("random:", partial(toys.random_documents, cfg))]
+
+
+def open_numbers(name: str, split: str, cfg: configs.Config) -> list[File]:
+    """Open the fields of all numbers below NAME, such as 10000."""
+    numbers = range(int(name))
+    return [File(f"numbers:{name}", lambda: map(toys.number_fields, numbers))]

@@ -104,6 +104,55 @@ for name, inputs, labels, metrics, *splits in CLASSIFICATION:
     )
 
 
+# ---- metrics of GLUE and SuperGLUE -----------------------------------------------------
+
+
+def mean_3class_f1(targets, predictions):
+    from sklearn.metrics import f1_score
+
+    sides = np.int64(targets), np.int64(predictions)
+    options = {"labels": range(3), "average": "macro", "zero_division": 0}
+    return {"mean_3class_f1": 100 * float(f1_score(*sides, **options))}
+
+
+def matthews_corrcoef(targets, predictions):
+    from sklearn import metrics
+
+    return {
+        "matthews_corrcoef": 100 * float(metrics.matthews_corrcoef(targets, predictions))
+    }
+
+
+def pearson_corrcoef(targets, predictions):
+    from scipy import stats
+
+    result = stats.pearsonr(np.float64(targets), np.float64(predictions))
+    return {"pearson_corrcoef": 100 * float(result[0])}
+
+
+def spearman_corrcoef(targets, predictions):
+    from scipy import stats
+
+    result = stats.spearmanr(np.float64(targets), np.float64(predictions))
+    return {"spearman_corrcoef": 100 * float(result[0])}
+
+
+def number(text: str, example: dict, is_target: bool) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        if is_target:
+            raise
+        return -1.0
+
+
+METRICS |= {
+    "mean_3class_f1": mean_3class_f1,
+    "matthews_corrcoef": matthews_corrcoef,
+    "pearson_corrcoef": pearson_corrcoef,
+    "spearman_corrcoef": spearman_corrcoef,
+}
+
 # ---- tasks whose format is a function --------------------------------------------------
 
 
@@ -118,7 +167,7 @@ new["glue_stsb_v002"] = Task(
     "tfds:glue/stsb:1.0.0",
     format_stsb,
     ("pearson_corrcoef", "spearman_corrcoef"),
-    postprocess="number",
+    postprocess=number,
 )
 
 

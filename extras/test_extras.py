@@ -55,7 +55,7 @@ def test_the_attention_kernel_equals_the_equation(
 
         def total(q, k, v, table):
             biases = table if bidirectional is not None else None
-            out = model.attend(q, k, v, biases, mask, bidirectional, cfg)
+            out = model.dot_product_attention(q, k, v, mask, biases, bidirectional, cfg)
             return jnp.sum(out * weight), out
 
         return jax.jit(jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True))(

@@ -10,7 +10,7 @@ import flax
 import numpy as np
 import tensorstore
 
-from configs import ModelConfig, UserError
+from configs import UserError
 
 CONFIG_GIN = """\
 from __gin__ import dynamic_registration

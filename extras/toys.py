@@ -14,14 +14,10 @@ from configs import MIXTURES, TASKS, Config
 from data import Task, random_bits, template
 
 
-def read(source: str, cfg: Config) -> list[dict]:
-    """Return the documents of numbers:COUNT or random:."""
-    kind, _, count = source.partition(":")
-    if kind == "random":
-        size = cfg.model.vocab_size - cfg.data.extra_ids - 3
-        ids = 3 + random_bits(1 << 20, 0).reshape(256, -1) % np.uint64(size)
-        return [{"text": row} for row in ids.astype(np.int32)]
-    return [number_fields(n) for n in range(int(count))]
+def random_documents(cfg: Config) -> list[dict]:
+    size = cfg.model.vocab_size - cfg.data.extra_ids - 3
+    ids = 3 + random_bits(1 << 20, 0).reshape(256, -1) % np.uint64(size)
+    return [{"text": row} for row in ids.astype(np.int32)]
 
 
 # ---- tasks about numbers ---------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import re
+from operator import index
 
 import fsspec
 import numpy as np
@@ -62,7 +63,7 @@ class OwnTokenizer(data.Tokenizer):
             if number < self.extra_ids:
                 ids.append(self.sentinel - number)
             else:
-                ids.extend(self.vocabulary.encode(part))
+                ids.extend(map(index, self.vocabulary.encode(part)))  # no decimals
         if ids and not data.UNK <= min(ids) <= max(ids) < self.size:
             raise UserError(f"VOCABULARY.encode({text!r:.80}) gives the ids {ids}.")
         return ids
