@@ -1,9 +1,13 @@
-"""Test the files of extras: `pytest extras`."""
+"""Test the files of extras and course: `pytest extras`."""
 # ruff: noqa: F811 (fixtures are arguments of tests)
 
+import ast
 import json
 import math
 import re
+import runpy
+import shutil
+import subprocess
 import sys
 import zlib
 from dataclasses import replace
@@ -29,7 +33,7 @@ from test_all import (  # noqa: F401 (fixtures)
     BYTES, FINETUNE, HERE, PERIODS, SMALL, T5X_MODEL, TOKENIZER, assert_close, assert_equal,
     assert_learns, change, command, compiled, here, hf_state, loss_and_gradients,
     make_attention, make_batch, make_params, one_device, ones, params_of, place, pretrained,
-    restored_state, run, sentences, t5x_state, values_of, write_jsonl, write_model,
+    restored_state, run, sentences, start, t5x_state, values_of, write_jsonl, write_model,
     write_t5x,
 )  # fmt: skip
 
@@ -921,3 +925,48 @@ def test_job_t0(pretrained, here):
     run("evaluate --run_dir run --output eval --mode rank --tasks t0_eval_score_eval")
     name = "inference_eval/super_glue_copa_a_score_eval-rank/accuracy"
     assert values_of("eval", name) == {1_100_100: 100.0}
+
+
+# ---- course: the notebook and the exercises --------------------------------------------
+
+EXERCISES = runpy.run_path(str(HERE / "course/exercises.py"))["EXERCISES"]
+SCRIPTS = "configs data evaluate infer model partition train".split()
+
+
+def test_the_notebook_has_run_and_names_what_exists():
+    cells = json.loads((HERE / "course/plain_t5.ipynb").read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    outputs = [output["output_type"] for cell in code for output in cell["outputs"]]
+    assert len(cells) <= 30 and "error" not in outputs
+    assert [cell["execution_count"] for cell in code] == [*range(1, len(code) + 1)]
+    for node in ast.walk(ast.parse("\n".join("".join(cell["source"]) for cell in code))):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in SCRIPTS:
+            assert hasattr(sys.modules[ast.unparse(node.value)], node.attr), node.attr
+
+
+@pytest.fixture(scope="module")
+def classroom(tmp_path_factory):
+    """A copy of the tree, with a commit from which solutions are restored."""
+    unneeded = shutil.ignore_patterns(".*", "runs", "__pycache__", "forks")
+    tree = shutil.copytree(
+        HERE, tmp_path_factory.mktemp("course") / "tree", ignore=unneeded
+    )
+    for git in ("init -q", "add .", "-c user.name=a -c user.email=a commit -q -m a"):
+        subprocess.run(["git", *git.split()], cwd=tree, check=True)
+    return tree
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exercise", EXERCISES)
+def test_the_tests_of_an_exercise_need_its_body(exercise, classroom):
+    def exercises(verb):
+        process = start("course/exercises.py", verb, exercise, cwd=classroom)
+        return process.communicate(timeout=600)[0]
+
+    path = classroom / f"{exercise.split('.')[0]}.py"
+    original = path.read_text()
+    exercises("start")
+    assert re.search(r"= \d+ failed, \d+ deselected", exercises("check"))
+    exercises("solution")
+    assert path.read_text() == original
+    assert re.search(r"= \d+ passed, \d+ deselected", exercises("check"))
