@@ -83,7 +83,7 @@ class TrainConfig:
     """Training, evaluation and checkpoints. A period of 0 steps means never."""
 
     steps: int = 10_000  # last step
-    start_step: int = 0  # first step, such as 1000000 on top of published weights
+    start_step: int = 0  # first step, such as 1000000 for published weights (--init_from)
     # what --init_from loads: the weights, or also the optimizer's state and the step
     restore: Literal["params", "all"] = "params"
     batch_size: int = 128  # rows in a batch, over all devices

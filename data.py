@@ -145,16 +145,19 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
             break
     print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
     model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=model,
-        vocab_size=size,
-        **dict(pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1),
-        character_coverage=0.9999,
-        max_sentence_length=16_000,
-        minloglevel=2,
-        num_threads=4,  # fixed, because another number gives another vocabulary
-    )
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=model,
+            vocab_size=size,
+            **dict(pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1),
+            character_coverage=0.9999,
+            max_sentence_length=16_000,
+            minloglevel=2,
+            num_threads=4,  # fixed, because another number gives another vocabulary
+        )
+    except RuntimeError as error:  # too little text, for example
+        raise UserError(f"--data.vocab {cfg.data.vocab}: {error}") from None
     return model.getvalue()
 
 

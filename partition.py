@@ -175,8 +175,8 @@ def check_same(value: Any) -> None:
     digest = np.uint32(zlib.crc32(repr(value).encode()))
     if len(np.unique(multihost_utils.process_allgather(digest))) > 1:
         raise UserError(
-            "The processes of this run have different settings: start the same command "
-            "on all machines."
+            "The processes of this run have different settings or files: start the same "
+            "command on all machines, with the same vocabulary and data."
         )
 
 

@@ -283,6 +283,13 @@ def test_flags_change_single_settings_of_a_recipe():
         "--config smal_c4",
         "--train.batch_size 8 --train.microbatches 3",
         "--data.noise_density 1.5",
+        "--model.dropout 10",
+        "--train.keep -1",
+        "--train.learning_rate nan",
+        "--train.loss_divisor 0",
+        "--train.warmup_steps 0",
+        "--decode.top_p 90",
+        "--decode.batch_size 0",
         "--decode.beams 4 --decode.top_k 5",
         "--decode.num_return 3",
         "--decode.beams 2 --decode.num_return 3",
@@ -778,6 +785,18 @@ def test_parquet_rows_keep_their_types(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a")
     (opened,) = data.open_source(f"parquet:{tmp_path}/a", "test", BYTES)
     assert list(opened.read()) == rows
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text", "text"])
+    pyarrow.parquet.write_table(twice, tmp_path / "b")
+    with pytest.raises(KeyError, match="text"):
+        list(data.read_parquet(str(tmp_path / "b")))
+
+
+@pytest.mark.parametrize("ids", [b"ab", [5.0], [True], ["5"], [{"a": 5}]], ids=str)
+def test_values_that_are_neither_texts_nor_ids_are_refused(ids):
+    """A column of bytes in Parquet is not read as ids."""
+    row = {"inputs": ids, "targets": "b"}
+    with pytest.raises(UserError, match="ids"):
+        data.tokenize([row], data.Task(), TOKENIZER)
 
 
 @pytest.mark.parametrize(
@@ -1344,6 +1363,26 @@ def test_arrays_of_another_model_are_refused(tmp_path):
         like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
         with pytest.raises(UserError, match=f"the array {name}"):
             load_checkpoint(checkpoints, {name: like})
+
+
+def test_weights_that_the_settings_do_not_use_are_refused(tmp_path):
+    """Otherwise --model.tied True would answer with another model."""
+    checkpoints = partition.Checkpoints(tmp_path)
+    checkpoints.save(partition.flatten({"params": make_params(SMALL)}), 1)
+    checkpoints.finish()
+    infer.load_params(SMALL, tmp_path, 1)
+    with pytest.raises(UserError, match="params/unembed"):
+        infer.load_params(change(model=dict(tied=True)), tmp_path, 1)
+
+
+def test_one_of_several_processes_needs_the_address_of_process_0(monkeypatch):
+    def initialize(*_, **options):
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(jax.distributed, "initialize", initialize)
+    partition.start_jax(SMALL)  # This process runs alone.
+    with pytest.raises(ValueError, match="coordinator"):
+        partition.start_jax(change(distributed=dict(processes=2, process=0)))
 
 
 def test_a_failed_save_is_reported(tmp_path, monkeypatch):
@@ -2101,6 +2140,12 @@ def test_another_job_does_not_continue_the_file(answer, begun, flags):
     begun("a.jsonl").write_text(json.dumps(LINES[0] | {"prediction": "x"}) + "\n")
     assert b'"x"' not in answer("a.jsonl", *flags.split())
     assert begun("a.jsonl").exists()
+
+
+def test_lines_of_an_unfinished_window_are_answered_again(answer, begun):
+    """Other batches would change the last digits of their scores."""
+    write_jsonl(begun("a.jsonl"), [line | {"prediction": "x"} for line in LINES[:3]])
+    assert b'"x"' not in answer("a.jsonl")
 
 
 def test_files_of_other_inputs_and_finished_files_are_not_touched(answer, begun):
@@ -2887,6 +2932,12 @@ def test_another_vocabulary_is_refused(tmp_path, quiet):
         train_small(tmp_path)
 
 
+def test_an_infinite_learning_rate_stops_before_weights_are_saved(tmp_path, quiet):
+    with pytest.raises(UserError, match="step 1 "):
+        train_small(tmp_path, schedule="linear_warmup", warmup_steps=0, save_every=1)
+    assert partition.Checkpoints(tmp_path).steps() == []
+
+
 def test_only_one_command_trains_in_a_folder(tmp_path):
     with train.lock(tmp_path):
         with pytest.raises(UserError, match=str(tmp_path)):
@@ -3282,6 +3333,7 @@ WRONG_FIELDS = [
 ]
 WRONG_FILES = [
     ("modules.json", [], "modules.json"),  # of sentence-transformers
+    ("sentence_bert_config.json", [], "sentence_bert"),
     ("adapter_config.json", {}, "adapter_config.json"),  # of LoRA
     ("generation_config.json", {"eos_token_id": [1, 7]}, "eos_token_id"),
     ("added_tokens.json", {"<hl>": 160}, "<hl>"),
@@ -3332,6 +3384,17 @@ def test_damaged_files_are_named(damage, tmp_path):
     with pytest.raises((UserError, Exception), match=re.escape(named)):
         convert.convert(source, tmp_path / "run")
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_flipped_bit_of_a_pytorch_file_is_noticed(tmp_path):
+    torch = pytest.importorskip("torch")
+    path = tmp_path / "pytorch_model.bin"
+    torch.save({"a": torch.ones(1000)}, path)
+    content = bytearray(path.read_bytes())
+    content[content.index(np.ones(9, "f").tobytes()) + 4] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="pytorch_model.bin is damaged"):
+        convert.read_hf_file(path)
 
 
 def test_code_in_a_pickle_does_not_run(tmp_path):
@@ -3754,7 +3817,7 @@ def test_job_own_tasks_mixture_metric_and_vocabulary(here):
     Path("mine.py").write_text(OWN)
     run(
         f"train --config mine.py {SIZE} {FINETUNE} --train.eval_batches 0 --train.keep 1 "
-        "--train.steps 1000100 --train.keep_best inference_eval/next/wrong"
+        "--train.start_step 0 --train.steps 100 --train.keep_best inference_eval/next/wrong"
     )
     Path("mine.py").unlink()
     assert_learns("runs/mine")

@@ -487,6 +487,8 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, source: str) -> Run:
         raise UserError(
             f"A new run at step {step} needs --train.steps above {step}, not {t.steps}."
         )
+    if t.start_step and not folder:
+        raise UserError("This recipe is for trained weights: add --init_from RUN.")
     mesh = partition.set_mesh(cfg)
     template, lowered = lower_step(cfg, mesh)
     print(f"model    {model.describe_model(cfg)}")
@@ -498,6 +500,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, source: str) -> Run:
         lambda: open_tokenizer(cfg, run_dir, own, source)
     )
     batches = data.Batches(cfg, tokenizer, partition.read_state(own) if own else None)
+    partition.check_same((tokenizer.sha256, batches.files))
     if partition.is_main_process():
         facts = {"vocabulary": tokenizer.sha256, "init_from": source}
         configs.save_run(cfg, run_dir, **facts)

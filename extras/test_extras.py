@@ -500,12 +500,25 @@ def test_datasets_of_the_hub_keep_dates_and_lack_splits(tmp_path):
     assert data.open_source(f"hf:{tmp_path}", "validation", cfg) == []
 
 
-def test_a_dataset_of_tfds_runs_no_code(tmp_path):
+@pytest.mark.parametrize(
+    "content",
+    ['{"pythonClassName": "evil.Text"}', '{"python_class_name": "evil.Text"}',
+     '{"\\u0070ythonClassName": "evil.Text"}', '{"type": "evil.Text", "content": {}}',
+     '{"type": "tensorflow_datasets.X", "content": "evil"}'],
+)  # fmt: skip
+def test_a_dataset_of_tfds_runs_no_code(content, tmp_path):
     (tmp_path / "evil.py").write_text("raise SystemError")
     (tmp_path / "dataset_info.json").write_text("{}")
-    (tmp_path / "features.json").write_text('{"pythonClassName": "evil.Text"}')
+    (tmp_path / "features.json").write_text(content)
     with pytest.raises(UserError, match="evil"):
         data.open_source(f"tfds:{tmp_path}", "train", BYTES)
+
+
+def test_a_target_that_is_no_number_is_an_error():
+    """An output that is none has the value -1, which must not equal it."""
+    assert t5_tasks.number("yes", {}, False) == -1.0
+    with pytest.raises(ValueError, match="yes"):
+        t5_tasks.number("yes", {}, True)
 
 
 # ---- pretokenize -----------------------------------------------------------------------
