@@ -26,8 +26,8 @@ import model
 import partition
 from configs import UserError
 from extras import (
-    attention_kernel, chunked_loss, mesh_tensorflow, plan, pretokenize, rates, t5_tasks,
-    tfrecord, toys,
+    attention_kernel, bench, chunked_loss, mesh_tensorflow, plan, pretokenize, rates,
+    t5_tasks, tfrecord, toys,
 )  # fmt: skip
 from test_all import (  # noqa: F401 (fixtures)
     BYTES, FINETUNE, HERE, PERIODS, SMALL, T5X_MODEL, TOKENIZER, assert_close, assert_equal,
@@ -938,6 +938,24 @@ def test_job_t0(pretrained, here):
     run("evaluate --run_dir run --output eval --mode rank --tasks t0_eval_score_eval")
     name = "inference_eval/super_glue_copa_a_score_eval-rank/accuracy"
     assert values_of("eval", name) == {1_100_100: 100.0}
+
+
+# ---- bench -----------------------------------------------------------------------------
+
+
+def test_the_benchmark_decodes_to_the_full_length(monkeypatch, capsys):
+    results, tiny = [], configs.RECIPES["tiny"]
+    monkeypatch.setattr(bench, "median_seconds", lambda run, steps: run() or 1.0)
+    generate = bench.infer.generate
+
+    def record(*args):
+        results.append(generate(*args))
+        return results[-1]
+
+    monkeypatch.setattr(bench.infer, "generate", record)
+    bench.measure("tiny", change(tiny, train=dict(batch_size=8)), 1)
+    assert "64.0 tokens/s" in capsys.readouterr().out
+    assert np.asarray(results[0][0]).all()
 
 
 # ---- course: the notebook and the exercises --------------------------------------------
