@@ -127,7 +127,7 @@ class DecodeConfig:
     top_k: int = 0  # sample from the k most probable tokens; 0 means all
     top_p: float = 0.0  # sample from the most probable tokens with this mass; 0 means all
     num_return: int = 1  # samples or best beams of each input
-    return_all: bool = False  # whether to write all of them, with their scores
+    return_all: bool = False  # whether to write scores, also of a single output
     batch_size: int = 32  # inputs that are decoded together
 
     def __post_init__(self):

@@ -346,6 +346,8 @@ def pad_batch(inputs: list, targets: list, *limits: int) -> Batch:
 
 
 # ---- batches ---------------------------------------------------------------------------
+# source -> windows, shuffled -> PART examples at once -> PACKED rows, shuffled -> batches.
+# A checkpoint has the Place of each task before these rows, and the number of the next row.
 
 ORDER, NOISE, ROWS = range(3)  # uses of random bits: no two uses have equal keys
 FIRST_WINDOW = 1 << 20  # characters, few for a fast start; in mixtures even fewer

@@ -240,6 +240,7 @@ def dot_product_attention(
     biases, or None in cross-attention. A query that may attend to no key gets zeros.
     """
     Q, K = q.shape[1], k.shape[1]
+    # To try another attention on a TPU, edit the lines below, and set --model.attention xla.
     on_tpu = partition.platform() == "tpu"
     if cfg.attention == "kernel" or (cfg.attention == "auto" and on_tpu):
         from extras import attention_kernel

@@ -4,7 +4,7 @@ A run writes checkpoints, config.json and metrics.jsonl to its folder. To contin
 that was stopped or killed, run the same command again. The result is exactly that of a
 run that was never stopped.
 
-    python train.py                      train `tiny` in a few minutes on a CPU
+    python train.py                      train `tiny` in about a minute on a CPU
     python train.py --config small_c4    train T5 1.1 small on C4, on all local devices
 
 Example: the learning rate of T5 is constant for 10,000 steps, and then 1 / sqrt(step).
@@ -111,7 +111,7 @@ def relative_update(path: tuple, u: Array, w: Array) -> Array:
 def adafactor(rate: Array | float, cfg: TrainConfig) -> optax.GradientTransformation:
     """Return the Adafactor of T5X, whose weight decay does not depend on the rate."""
     return optax.chain(
-        optax.scale_by_factored_rms(),
+        optax.scale_by_factored_rms(),  # g / sqrt(V)
         optax.stateless(partial(jax.tree.map_with_path, relative_update)),
         optax.scale(rate),
         optax.add_decayed_weights(cfg.weight_decay),
