@@ -1,8 +1,7 @@
 """All settings of plain T5, and recipes: named values for these settings.
 
 A setting is a field of a dataclass, and the comment beside it is its help text. A recipe
-is a Config. Every command takes `--config NAME`, or a Python file that defines CONFIG, and
-flags such as `--train.steps 500` that change single settings.
+is a Config; --config takes its name, or a Python file that defines CONFIG.
 
     python configs.py             list the recipes
     python configs.py small_c4    print every setting of a recipe
@@ -192,8 +191,9 @@ SIZES = {
 TINY = size(128, 256, 4, 1, vocab_size=2176, d_kv=32)  # One layer learns most in a minute.
 TINY_DATA = DataConfig(vocab="train:2000", inputs_length=32, targets_length=8)
 TINY_TRAIN = TrainConfig(
-    steps=1200, batch_size=64, learning_rate=0.05, warmup_steps=100, steps_per_cycle=1200,
-    schedule="constant * linear_warmup * cosine_decay", weight_decay=1e-3, eval_every=300)
+    steps=1500, batch_size=64, learning_rate=0.05, warmup_steps=100, steps_per_cycle=1500,
+    schedule="constant * linear_warmup * cosine_decay", weight_decay=1e-3, eval_every=300,
+    microbatches=2)  # Half a batch needs so little memory that malloc uses it again.
 C4 = DataConfig(task="c4_v220_span_corruption")
 C4_TRAIN = TrainConfig(steps=100_000, batch_size=256, eval_every=2000)
 # 20,000 steps on top of a published checkpoint, as in t5x/configs/runs/finetune.gin.

@@ -4,7 +4,7 @@
     python convert.py checkpoint_1000000/ runs/t5_small    T5X, its own format or Orbax
     python convert.py model.ckpt-1000000 runs/t5_small     Mesh TensorFlow
     python convert.py runs/tiny tiny_hf --to hf            a run -> a Hugging Face folder
-    python convert.py runs/tiny checkpoint_1200 --to t5x   a run -> T5X
+    python convert.py runs/tiny checkpoint_1500 --to t5x   a run -> T5X
 
 All of them hold the same numbers under different names. T5X has an array
 [inputs, outputs] for each matrix of each layer, PyTorch has [outputs, inputs], and plain

@@ -615,12 +615,11 @@ def test_every_form_of_a_group_of_devices_is_read(groups, size):
 
 def test_data_parallelism_sends_the_gradients_once():
     """A plan for four devices, checked with formulas."""
-    flags = "--config tiny --devices 4 --model.num_layers 1 --model.num_decoder_layers 1"
+    flags = "--config tiny --devices 4 --train.microbatches 1"
     out = command("-m", "extras.plan", *flags.split())
     numbers = dict(re.findall(r"^(\S[^\n]*?) +([\d.]+) ", out, re.M))
-    cfg = configs.RECIPES["tiny"]
-    cfg = change(cfg, model=dict(num_layers=1, num_decoder_layers=1))
-    weights = 4 * model.count_params(model.param_table(cfg.model)) / 1e9
+    table = model.param_table(configs.RECIPES["tiny"].model)
+    weights = 4 * model.count_params(table) / 1e9
     assert weights < float(numbers["weights and optimizer"]) < 1.1 * weights
     once = 2 * 3 / 4 * weights  # what each of four devices sends in a ring
     assert once < float(numbers["all-reduce"]) < 1.3 * once
@@ -953,8 +952,8 @@ def test_the_benchmark_decodes_to_the_full_length(monkeypatch, capsys):
         return results[-1]
 
     monkeypatch.setattr(bench.infer, "generate", record)
-    bench.measure("tiny", change(tiny, train=dict(batch_size=8)), 1)
-    assert "64.0 tokens/s" in capsys.readouterr().out
+    bench.measure("tiny", change(tiny, train=dict(batch_size=16)), 1)
+    assert "128.0 tokens/s" in capsys.readouterr().out
     assert np.asarray(results[0][0]).all()
 
 
