@@ -791,7 +791,7 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     if own and split == "validation" and name == cfg.data.task:
         task = task._replace(source=own)
     files = open_source(task.source, split, cfg) if split in task.splits else []
-    if own or "{split}" in task.source or task.source.startswith(("hf", "tfds", "seqio")):
+    if own or re.search(r"{split}|^(hf|tfds|seqio):", task.source):
         return task, files
     trained = [find_task(other, cfg).source for other in trained_tasks(cfg)]
     if full_name(task.source) not in map(full_name, trained):

@@ -879,7 +879,8 @@ def test_nothing_is_held_out_of_files_that_only_evaluate(tmp_path):
     cfg = change(BYTES, data=dict(source=source, eval_tasks=other))
     assert data.eval_tasks(cfg) == [other]
     assert sum(1 for _ in data.read_task(other, "validation", cfg)) == 30
-    assert sum(1 for _ in data.read_task("text_to_text", "validation", cfg)) < 10
+    for same in ("text_to_text", source, source.replace("/a.jsonl", "/./a.jsonl")):
+        assert sum(1 for _ in data.read_task(same, "validation", cfg)) < 10
     cfg = change(cfg, data=dict(validation_source=other))
     assert sum(1 for _ in data.read_task("text_to_text", "train", cfg)) == 40
     assert sum(1 for _ in data.read_task("text_to_text", "validation", cfg)) == 30
@@ -2915,6 +2916,7 @@ def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet):
     [
         ("", dict(steps=200, start_step=1000), "1000 .* 200"),
         ("", dict(steps=0), "0 .* 0"),
+        ("", dict(steps=2000, start_step=1000), "init_from"),
         ("nothing", {}, "nothing"),
     ],
 )

@@ -488,7 +488,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, source: str) -> Run:
             f"A new run at step {step} needs --train.steps above {step}, not {t.steps}."
         )
     if t.start_step and not folder:
-        raise UserError("This recipe is for trained weights: add --init_from RUN.")
+        raise UserError("Add --init_from RUN, or --train.start_step 0 without it.")
     mesh = partition.set_mesh(cfg)
     template, lowered = lower_step(cfg, mesh)
     print(f"model    {model.describe_model(cfg)}")

@@ -1,8 +1,8 @@
 """Attention for TPUs that never writes its scores to memory, as a kernel in Pallas.
 
 XLA writes the scores [B, H, Q, K] of model.dot_product_attention to memory several times.
-This kernel keeps the scores of a few rows and heads in on-chip memory, and its backward pass computes
-them again, as in FlashAttention (Dao et al. 2022).
+This kernel keeps the scores of a few rows and heads in on-chip memory, and its backward
+pass computes them again, as in FlashAttention (Dao et al. 2022).
 
 Here, queries, keys and values have the shape [B, Q, H * C], as dense layers produce and
 read them. A step of the kernel processes a block of rows, heads and queries.
