@@ -277,8 +277,8 @@ def attend_on_mesh(
 
 def split_heads(x: Array, cfg: ModelConfig) -> Array:
     """Split activations into heads: [B, K, H * C] becomes [B, K, H, C]."""
-    x = x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv)
-    return shard(x, "batch", None, "heads", None)
+    x = shard(x, "batch", None, "heads")
+    return x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv)
 
 
 def keys_values(w: dict, x: Array, cfg: ModelConfig) -> tuple[Array, Array]:
