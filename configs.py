@@ -279,61 +279,42 @@ class Options:
     run_dir: str = ""  # folder of the run
 
 
+def first_flags(argv: list[str] | None) -> argparse.Namespace:
+    """Return --config, --run_dir and --init_from, which say where the settings are."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for flag in ("config", "run_dir", "init_from"):
+        parser.add_argument(f"--{flag}", f"--{flag.replace('_', '-')}", default="")
+    return parser.parse_known_args(argv)[0]
+
+
 def parse(Kind: type, argv: list[str] | None = None):
     """Parse the flags of a command, which are the fields of Kind, a subclass of Options.
 
     The settings are those of the run, if there is one, else of --config. Flags then change
-    single settings. train.py, which has --init_from, prefers --config, and resumes a run
-    only if no setting outside CHANGEABLE differs.
+    single settings.
     """
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in ("config", "run_dir", "init_from"):
-        first.add_argument(f"--{flag}", f"--{flag.replace('_', '-')}", default="")
-    known, _ = first.parse_known_args(argv)
-    trains, run_dir = "init_from" in Kind.__dataclass_fields__, known.run_dir
-    if trains and not run_dir:
-        run_dir = f"runs/{Path(known.config or 'tiny').stem}"
-    path = to_path(run_dir)
-    resumes = bool(run_dir) and any(path.glob("checkpoints/step_*/complete"))
-    is_run = bool(run_dir) and (path / "config.json").exists()
-    if trains and not resumes and (known.config or not known.run_dir):
-        is_run = False  # A start that saved no checkpoint leaves nothing to resume.
-    recipe, facts = known.config, {"init_from": ""}
-    if is_run:
-        stored, facts = load_run(run_dir)
-        if not recipe and (path / "recipe.py").exists():
-            recipe = str(path / "recipe.py")
-        if recipe.endswith(".py"):
-            load_recipe(recipe)  # for its tasks
-    if is_run and not (trains and known.config):
-        base = stored
+    flags = first_flags(argv)
+    if flags.run_dir and (to_path(flags.run_dir) / "config.json").exists():
+        base, _ = load_run_and_tasks(flags.run_dir, flags.config)
     else:
-        base = load_recipe(recipe or "tiny")
-    source = known.init_from or facts["init_from"]
-    if resumes and source != facts["init_from"]:
-        raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
-    if trains and source:
-        origin = stored if resumes else load_run(run_of(source))[0]
-        base = with_weights_of(base, origin)
-    options = tyro.cli(
-        Kind,
-        default=Kind(cfg=base, config=known.config, run_dir=run_dir),
+        base = load_recipe(flags.config or "tiny")
+    return change_settings(Kind(base, flags.config, flags.run_dir), argv)
+
+
+def change_settings(options: Options, argv: list[str] | None) -> Options:
+    """Change the settings that have a flag."""
+    changed = tyro.cli(
+        type(options),
+        default=options,
         args=argv,
         use_underscores=True,
-        description=sys.modules[Kind.__module__].__doc__,
+        description=sys.modules[type(options).__module__].__doc__,
     )
-    for name, value in flat(options.cfg).items():
+    for name, value in flat(changed.cfg).items():
         low, high = RANGES.get(name, (0, value))
         if isinstance(value, int | float) and not low <= value <= high:
             raise UserError(f"--{name} {value} is out of range.")
-    if not trains:
-        return options
-    if resumes:
-        refuse_differences(options.cfg, stored, CHANGEABLE, run_dir)
-    elif source:
-        wanted = with_weights_of(options.cfg, origin)
-        refuse_differences(options.cfg, wanted, [], source)
-    return replace(options, init_from=source)
+    return changed
 
 
 # ---- runs ------------------------------------------------------------------------------
@@ -394,6 +375,15 @@ def load_run(run_dir: str) -> tuple[Config, dict]:
             raise UserError(f"{path} is of another version: {name}.{sorted(other)}.")
         sections[name] = Section(**values)
     return Config(**sections), stored["facts"]
+
+
+def load_run_and_tasks(run_dir: str, recipe: str = "") -> tuple[Config, dict]:
+    """Load a run, and the tasks of its recipe file, or those of another recipe file."""
+    own = to_path(run_dir) / "recipe.py"
+    recipe = recipe or (str(own) if own.exists() else "")
+    if recipe.endswith(".py"):
+        load_recipe(recipe)
+    return load_run(run_dir)
 
 
 def save_run(cfg: Config, run_dir: str, **facts) -> None:

@@ -87,6 +87,22 @@ def split_loss(params, cfg: Config, mesh, name: str, split: str, tokenizer) -> d
     return evaluate_loss(params, cfg, mesh, batches, tokenizer)
 
 
+def held_out_example(params, cfg: Config, mesh, batch: data.Batch, tokenizer) -> str:
+    """Show the first example of a batch: inputs, truth, and the output of the model."""
+    inputs = batch.inputs[0][batch.input_segments[0] == 1].tolist()
+    targets = batch.targets[0][batch.target_segments[0] == 1].tolist()
+    example = infer.Example(inputs, targets)
+    outputs, _ = next(infer.run_examples(params, cfg, mesh, [example]))
+    if tokenizer.sentinel in inputs:
+        texts = [
+            infer.fill_blanks(inputs, ids, tokenizer) for ids in ([], targets, outputs[0])
+        ]
+    else:
+        texts = [tokenizer.decode(ids) for ids in (inputs, targets, outputs[0])]
+    labels = "inputs", "truth", "model"
+    return "\n".join(f"  {label:8} {text}" for label, text in zip(labels, texts))
+
+
 # A recipe file adds names of its own: `evaluate.LOWER_IS_BETTER.add("wer")`.
 LOWER_IS_BETTER = {"loss", "cross_ent_loss", "z_loss", "content_loss", "bits_per_byte"}
 

@@ -218,11 +218,6 @@ def compiled(tmp_path_factory):
 # ---- configs ---------------------------------------------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Trains(configs.Options):
-    init_from: str = ""
-
-
 RECIPE = """
 from configs import *
 import data
@@ -303,7 +298,7 @@ def test_wrong_flags_are_refused(flags, capsys):
 
 def test_a_recipe_file_adds_tasks_mixtures_and_metrics(tmp_path, tables):
     (tmp_path / "my.py").write_text(RECIPE)
-    options = configs.parse(Trains, ["--config", str(tmp_path / "my.py")])
+    options = train.parse(["--config", str(tmp_path / "my.py")])
     assert options.cfg.train.steps == 7 and options.run_dir == "runs/my"
     assert data.find_task("mine", options.cfg).source == "text:mine.txt"
     assert data.mixture_rates("both", options.cfg) == {"mine": 1.0, "random": 3.0}
@@ -342,11 +337,11 @@ def test_a_run_is_resumed_with_the_same_settings_only(flags, refused, tmp_path):
     configs.save_run(configs.RECIPES["tiny"], tmp_path)
     argv = ["--run_dir", str(tmp_path), *flags.split()]
     if "init_from" not in flags:
-        configs.parse(Trains, argv)  # Without a checkpoint, the run begins again.
+        train.parse(argv)  # Without a checkpoint, the run begins again.
     marker = tmp_path / "checkpoints/step_00000010/complete"
     configs.write_file(marker, "1")
     with pytest.raises(UserError, match=refused) if refused else contextlib.nullcontext():
-        configs.parse(Trains, argv)
+        train.parse(argv)
 
 
 def test_init_from_takes_the_network_and_the_vocabulary_of_the_other_run(tmp_path):
@@ -354,12 +349,12 @@ def test_init_from_takes_the_network_and_the_vocabulary_of_the_other_run(tmp_pat
     configs.save_run(origin, tmp_path)
     argv = ["--config", "small_pairs", "--run_dir", str(tmp_path / "new")]
     argv += ["--init_from", str(tmp_path)]
-    options = configs.parse(Trains, argv)
+    options = train.parse(argv)
     assert options.cfg.model == replace(origin.model, dropout=0.1, dtype="auto")
     assert (options.cfg.data.vocab, options.cfg.data.task) == ("bytes", "text_to_text")
     for flag in ("--model.d_ff 64", "--data.vocab train:500", "--data.extra_ids 3"):
         with pytest.raises(UserError, match=flag.split()[0][2:]):
-            configs.parse(Trains, argv + flag.split())
+            train.parse(argv + flag.split())
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
@@ -2771,7 +2766,7 @@ def test_rows_that_the_devices_cannot_share_are_refused():
 def quiet(monkeypatch):
     """Train in this process on one device, without examples and signal handlers."""
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
-    monkeypatch.setattr(train, "held_out_example", lambda *_: "")
+    monkeypatch.setattr(evaluate, "held_out_example", lambda *_: "")
     monkeypatch.setattr(train, "stop_signals", list)
 
 

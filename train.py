@@ -372,7 +372,7 @@ class Evaluations:
     def measure_loss(self, name: str, step: int, params: dict) -> dict[str, float]:
         """Compute the losses of held-out batches, and show one example."""
         run, batches = (params, self.cfg, self.mesh), self.held_out[name]
-        tqdm.write(held_out_example(*run, batches[0], self.tokenizer))
+        tqdm.write(evaluate.held_out_example(*run, batches[0], self.tokenizer))
         return evaluate.evaluate_loss(*run, batches, self.tokenizer)
 
     def generate(self, name: str, step: int, params: dict) -> dict[str, float]:
@@ -398,24 +398,6 @@ class Evaluations:
         choose = min if evaluate.lower_is_better(metric) else max
         best = choose(values, key=values.get)
         configs.write_file(self.checkpoints.folder / "best", str(best))
-
-
-def held_out_example(
-    params: dict, cfg: Config, mesh: Mesh, batch: data.Batch, tokenizer: data.Tokenizer
-) -> str:
-    """Show the first example of a batch: inputs, truth, and the output of the model."""
-    inputs = batch.inputs[0][batch.input_segments[0] == 1].tolist()
-    targets = batch.targets[0][batch.target_segments[0] == 1].tolist()
-    example = infer.Example(inputs, targets)
-    outputs, _ = next(infer.run_examples(params, cfg, mesh, [example]))
-    if tokenizer.sentinel in inputs:
-        texts = [
-            infer.fill_blanks(inputs, ids, tokenizer) for ids in ([], targets, outputs[0])
-        ]
-    else:
-        texts = [tokenizer.decode(ids) for ids in (inputs, targets, outputs[0])]
-    labels = "inputs", "truth", "model"
-    return "\n".join(f"  {label:8} {text}" for label, text in zip(labels, texts))
 
 
 # ---- the start of a run ----------------------------------------------------------------
@@ -611,6 +593,34 @@ class Options(configs.Options):
     init_from: str = ""
 
 
+def parse(argv: list[str] | None = None) -> Options:
+    """Parse the flags. A run with a checkpoint is resumed, if its settings allow it."""
+    flags = configs.first_flags(argv)
+    run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
+    path = configs.to_path(run_dir)
+    resumes = any(path.glob("checkpoints/step_*/complete"))
+    stored, source = None, flags.init_from
+    # A start that saved no checkpoint leaves nothing but its settings, for --run_dir alone.
+    settings_only = flags.run_dir and not flags.config and (path / "config.json").exists()
+    if resumes or settings_only:
+        stored, facts = configs.load_run_and_tasks(run_dir, flags.config)
+        source = source or facts["init_from"]
+    if resumes and source != facts["init_from"]:
+        raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
+    use_recipe = flags.config or not stored
+    cfg = configs.load_recipe(flags.config or "tiny") if use_recipe else stored
+    if source:
+        origin = stored if resumes else configs.load_run(configs.run_of(source))[0]
+        cfg = configs.with_weights_of(cfg, origin)
+    options = configs.change_settings(Options(cfg, flags.config, run_dir, source), argv)
+    if resumes:
+        configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
+    elif source:
+        wanted = configs.with_weights_of(options.cfg, origin)
+        configs.refuse_differences(options.cfg, wanted, [], source)
+    return options
+
+
 def lock(run_dir: Path):
     """Keep a second command from training in the same folder."""
     if configs.is_remote(run_dir) or not partition.is_main_process():
@@ -625,7 +635,7 @@ def lock(run_dir: Path):
 
 
 def main() -> None:
-    options = configs.parse(Options)
+    options = parse()
     run_dir = configs.to_path(options.run_dir)
     partition.start_jax(options.cfg)
     shared = replace(options.cfg, distributed=DistributedConfig())
