@@ -803,10 +803,10 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     return task, [file._replace(read=read) for file, read in zip(files, held)]
 
 
-def full_name(source: str) -> str:
-    """Return a source in one spelling: tsv:./a.tsv is tsv:a.tsv."""
-    kind, _, name = source.partition(":")
-    return f"{kind}:{name if '://' in name else os.path.abspath(name)}"
+def full_name(source: str) -> tuple[str, ...]:
+    """Return the kind and the files of a source, in which tsv:./a.tsv is tsv:a.tsv."""
+    kind, _, names = source.partition(":")
+    return kind, *(x if "://" in x else os.path.abspath(x) for x in names.split(","))
 
 
 def read_task(name: str, split: str, cfg: Config) -> Iterator[dict]:

@@ -160,6 +160,7 @@ def start_jax(cfg: Config) -> None:
             d.processes,
             d.process,
             heartbeat_timeout_seconds=d.timeout,
+            shutdown_timeout_seconds=d.timeout,
         )
     except ValueError:  # There is no cluster, so this process runs alone.
         if d.coordinator or d.processes or d.process is not None:
@@ -396,7 +397,10 @@ class Checkpoints:
         future.result()  # raises the error of the thread, such as a full disk
         multihost_utils.sync_global_devices(f"shards of step {step}")
         if is_main_process():
-            configs.write_file(self.path(step) / "complete", str(jax.process_count()))
+            count = jax.process_count()
+            for process in range(count):  # An error here: not all see the same folder.
+                shard_file(self.path(step), process, count).stat()
+            configs.write_file(self.path(step) / "complete", str(count))
             kept = self.steps()[-self.keep :] + self.best()
             for path in set(self.folders()) - set(map(self.path, kept)):
                 # Without `complete`, a folder that is half deleted does not count.

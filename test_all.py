@@ -876,6 +876,7 @@ def test_nothing_is_held_out_of_files_that_only_evaluate(tmp_path):
     assert sum(1 for _ in data.read_task(other, "validation", cfg)) == 30
     for same in ("text_to_text", source, source.replace("/a.jsonl", "/./a.jsonl")):
         assert sum(1 for _ in data.read_task(same, "validation", cfg)) < 10
+    assert data.full_name("lines:./a,b") == data.full_name("lines:a,./b")
     cfg = change(cfg, data=dict(validation_source=other))
     assert sum(1 for _ in data.read_task("text_to_text", "train", cfg)) == 40
     assert sum(1 for _ in data.read_task("text_to_text", "validation", cfg)) == 30
@@ -2501,13 +2502,11 @@ def test_choices_that_become_equal_ids_are_refused(evaluated):
 
 
 def test_a_task_without_pairs_or_split_is_refused(evaluated):
+    rows, objective = [{"text": "a"}], data.span_corruption
     for function in (evaluate.predict, evaluate.rank):
-        with pytest.raises(UserError, match="mine"):
-            evaluated(function, [{"text": "a"}], objective=data.span_corruption)
-    with pytest.raises(UserError, match="mine"):
-        evaluated(
-            evaluate.predict, [{"text": "a"}], "nowhere", objective=data.span_corruption
-        )
+        for split in ("validation", "nowhere"):
+            with pytest.raises(UserError, match="mine"):
+                evaluated(function, rows, split, objective=objective)
 
 
 OWN_TASKS = """
@@ -2537,11 +2536,8 @@ def test_the_command_evaluates_the_tasks_of_another_recipe_file(byte_run, tmp_pa
     more = "--mode", "loss", "--output", "other", "--decode.beams", 2
     command(script, *flags, *more, cwd=tmp_path)
     (line,) = map(json.loads, (run / "eval/metrics.jsonl").read_text().splitlines())
-    assert line.keys() == {
-        "step",
-        "inference_eval/own/length",
-        "inference_eval/own/accuracy",
-    }
+    group = "inference_eval/own"
+    assert line.keys() == {"step", f"{group}/length", f"{group}/accuracy"}
     assert line["step"] == 2 and line["inference_eval/own/length"] == 7
     lines = (run / "eval/own-00000002.jsonl").read_text().splitlines()
     assert [json.loads(x)["inputs"] for x in lines] == [row["inputs"] for row in rows]
@@ -2960,16 +2956,14 @@ SLOW_RUN = (
 )
 
 
-def train_processes(run_dir):
+def train_processes(*args, folders=(HERE, HERE)):
     """Start two processes that train together."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     flags = "--distributed.coordinator", address, "--distributed.processes", 2
-    return [
-        start(*SLOW_RUN, "--run_dir", run_dir, *flags, "--distributed.process", i)
-        for i in range(2)
-    ]
+    args = HERE / SLOW_RUN[0], *SLOW_RUN[1:], *args, *flags, "--distributed.process"
+    return [start(*args, i, cwd=folder) for i, folder in enumerate(folders)]
 
 
 @pytest.fixture(scope="session")
@@ -3010,7 +3004,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_run(
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
 def test_two_processes_are_resumed_as_one(straight_runs, tmp_path, number):
     """All processes save after the same step, although one of them gets the signal."""
-    processes = train_processes(tmp_path)
+    processes = train_processes("--run_dir", tmp_path)
     wait_for_step(tmp_path, 15, processes)
     for process in processes if number == signal.SIGKILL else processes[:1]:
         process.send_signal(number)
@@ -3025,15 +3019,27 @@ def test_two_processes_are_resumed_as_one(straight_runs, tmp_path, number):
 
 
 @slow
-def test_two_processes_with_different_flags_do_not_train(tmp_path):
-    processes = train_processes(tmp_path)
-    processes[1].kill()
-    args = [*processes[1].args[1:], "--train.seed", 1]
-    processes[1] = start(*args)
-    for process in processes:
-        assert "different settings" in process.communicate(timeout=120)[1]
-        assert process.returncode == 1
-    assert not (tmp_path / "config.json").exists()
+@pytest.mark.parametrize("what", ["flags", "files", "folder"])
+def test_two_processes_with_different_settings_or_folders_do_not_train(what, tmp_path):
+    folders = tmp_path / "0", tmp_path / "1"
+    for i, folder in enumerate(folders):
+        lines = 3000 if what == "files" and i else 2000
+        text = "".join(f"line {n} of a book with {n % 7} pages\n" for n in range(lines))
+        configs.write_file(folder / "book.txt", text)
+    run_dir = "run" if what == "folder" else tmp_path / "run"
+    flags = "--run_dir", run_dir, "--data.source", "text:book.txt"
+    flags += "--data.vocab", "train:100", "--distributed.timeout", 20
+    processes = train_processes(*flags, folders=folders)
+    if what == "flags":
+        processes[1].kill()
+        processes[1] = start(*processes[1].args[1:], "--train.seed", 1)
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    assert all(process.returncode for process in processes)
+    if what == "folder":
+        assert "FileNotFoundError" in errors[0] and "shards-00001-of-00002" in errors[0]
+    else:
+        assert all("different settings or files" in error for error in errors)
+    assert not any(tmp_path.glob("**/complete"))
 
 
 # ---- convert ---------------------------------------------------------------------------
