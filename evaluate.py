@@ -318,7 +318,7 @@ def percent(values) -> float:
 
 
 def accuracy(targets, predictions):
-    pairs = list(zip(targets, predictions))
+    pairs = list(zip(targets, predictions, strict=True))
     if any(isinstance(t, list) != isinstance(p, list) for t, p in pairs):
         raise TypeError("accuracy cannot compare a list with a text")
     return {"accuracy": percent([t == p for t, p in pairs])}
@@ -362,7 +362,7 @@ def normalize_answer(text: str) -> str:
 def squad(targets, predictions):
     """Exact match and F1 of the words. A target is the list of all right answers."""
     exact, f1s = [], []
-    for answers, prediction in zip(targets, predictions):
+    for answers, prediction in zip(targets, predictions, strict=True):
         if isinstance(answers, str):
             raise TypeError(f"squad needs a list of answers, not the text {answers!r}")
         words = normalize_answer(prediction).split()

@@ -2282,6 +2282,7 @@ def test_bleu_compares_a_prediction_with_all_of_its_own_references():
     "name, targets, predictions",
     [
         ("accuracy", [["a"], ["b"]], ["a", "b"]),
+        ("accuracy", [1, 0], [1]),
         ("squad", ["the cat"], ["the cat"]),
         ("spearman_corrcoef", ["no", "yes"], ["no", "yes"]),
         ("mean_3class_f1", ["no", "yes"], ["no", "yes"]),

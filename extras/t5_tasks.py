@@ -230,7 +230,7 @@ def multirc_f1(targets, predictions):
 def exact_match(targets, predictions):
     """Percentage of the questions whose candidate answers are all judged correctly."""
     questions = collections.defaultdict(list)
-    for target, prediction in zip(targets, predictions):
+    for target, prediction in zip(targets, predictions, strict=True):
         questions[target["group"]].append(target["value"] == prediction["value"])
     return {"exact_match": 100 * float(np.mean([all(x) for x in questions.values()]))}
 
@@ -273,7 +273,7 @@ def record_answers(text, example, is_target):
 def record(targets, predictions):
     """The metrics of SQuAD, with the first example of each query."""
     queries = {}
-    for target, prediction in zip(targets, predictions):
+    for target, prediction in zip(targets, predictions, strict=True):
         queries.setdefault(target["group"], (target["value"], prediction["value"]))
     return METRICS["squad"](*zip(*queries.values()))
 
@@ -317,7 +317,8 @@ DETERMINERS = set(
 
 
 def content_words(text):
-    return set(text.strip().lower().split(" ")) - DETERMINERS or {""}
+    words = text.strip().lower().split(" ")
+    return [word for word in words if word not in DETERMINERS] or [""]
 
 
 def wsc(text, example, is_target):
@@ -329,10 +330,11 @@ def wsc(text, example, is_target):
         return example["label"]
     noun = example.get("targets_pretokenized", example["targets"])
     words, noun_words = content_words(text), content_words(noun)
-    if words == {""}:
+    if words == [""]:
         return -1
     if ("'" in text) != ("'" in noun):
         return 0
+    words, noun_words = set(words), set(noun_words)
     return int(words <= noun_words or noun_words <= words)
 
 

@@ -202,6 +202,7 @@ POSTPROCESSED = [
     (WSC, "a", BOB, False, -1),
     (WSC, "", BOB, False, -1),
     (WSC, "dog", {"targets": "the", "label": 0}, False, 0),
+    (WSC, "the   the", {"targets": "dog", "label": 0}, False, 0),
     (WSC, "hat", {"targets": [5], "targets_pretokenized": "hat", "label": 0}, False, 1),
 ]
 
