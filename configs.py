@@ -9,6 +9,7 @@ is a Config; --config takes its name, or a Python file that defines CONFIG.
 
 import argparse
 import dataclasses
+import functools
 import json
 import math
 import os
@@ -23,6 +24,12 @@ import tyro
 
 class UserError(SystemExit):
     """Ends the program, and prints its message without a traceback."""
+
+
+@functools.cache
+def note(text: str) -> None:
+    """Print a text once, and not among the results of a command."""
+    print(text, file=sys.stderr)
 
 
 # ---- settings --------------------------------------------------------------------------
@@ -50,7 +57,7 @@ class ModelConfig:
     dropout: float = 0.0  # dropped fraction: 0 to pretrain T5 1.1, 0.1 to fine-tune
     # number type of the activations; auto is float32 on a CPU, else bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # what the backward pass recomputes: all but the matmuls, nothing, or everything
+    # what the backward pass recomputes: all but products of weights, nothing, or all
     remat: Literal["dots", "none", "full"] = "dots"
     # auto uses extras/attention_kernel.py on a TPU
     attention: Literal["auto", "xla", "kernel"] = "auto"
@@ -82,7 +89,7 @@ class TrainConfig:
     """Training, evaluation and checkpoints. A period of 0 steps means never."""
 
     steps: int = 10_000  # last step
-    start_step: int = 0  # first step, such as 1000000 for published weights (--init_from)
+    start_step: int = 0  # steps before the first one: 1000000 of published weights
     # what --init_from loads: the weights, or also the optimizer's state and the step
     restore: Literal["params", "all"] = "params"
     batch_size: int = 128  # rows in a batch, over all devices
@@ -188,7 +195,7 @@ SIZES = {
     "xl": size(2048, 5120, 32, 24),
     "xxl": size(4096, 10240, 64, 24),
 }
-TINY = size(128, 256, 4, 1, vocab_size=2176, d_kv=32)  # One layer learns most in a minute.
+TINY = size(128, 256, 4, 1, vocab_size=2176, d_kv=32)  # One layer learns fastest.
 TINY_DATA = DataConfig(vocab="train:2000", inputs_length=32, targets_length=8)
 TINY_TRAIN = TrainConfig(
     steps=1500, batch_size=64, learning_rate=0.05, warmup_steps=100, steps_per_cycle=1500,
@@ -207,11 +214,12 @@ RECIPES = {
     # Learn to write numbers as words, and more: add --init_from runs/tiny.
     "tiny_finetune": Config(
         TINY, replace(TINY_DATA, task="by_rule", inputs_length=64, targets_length=64),
-        replace(TINY_TRAIN, steps=700, batch_size=32, learning_rate=0.02, weight_decay=0.0,
+        replace(TINY_TRAIN, steps=700, batch_size=32, learning_rate=0.02, weight_decay=0,
                 eval_every=350, steps_per_cycle=700, infer_every=700, eval_batches=0)),
     # Measure the speed of T5 small on random tokens.
     "small_bench": Config(
-        replace(SIZES["small"], dtype="float32"), DataConfig(task="random", vocab="numbers"),
+        replace(SIZES["small"], dtype="float32"),
+        DataConfig(task="random", vocab="numbers"),
         TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0)),
     # Pretrain T5 1.1 on C4, as in t5x/examples/t5/t5_1_1/examples/*_c4_pretrain.gin.
     "small_c4": Config(SIZES["small"], C4, TrainConfig(steps=10_000, batch_size=256)),
@@ -234,7 +242,7 @@ TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, []
 def load_recipe(name: str) -> Config:
     """Return the Config of a recipe, or of a Python file that defines CONFIG.
 
-    The file may also define TASKS, MIXTURES, METRICS and VOCABULARY (encode, decode, size).
+    The file may also define TASKS, MIXTURES, METRICS and a VOCABULARY.
     """
     if name in RECIPES:
         return RECIPES[name]
@@ -263,7 +271,7 @@ RANGES = {
     "data.mean_span_length": (1, math.inf),
     "train.warmup_steps": (1, math.inf),
     "train.loss_divisor": (1, math.inf),
-    "train.label_smoothing": (0, 1),
+    "train.label_smoothing": (0, 0.999),
     "decode.batch_size": (1, math.inf),
     "decode.max_len": (1, math.inf),
     "decode.top_p": (0, 1),
@@ -290,8 +298,8 @@ def first_flags(argv: list[str] | None) -> argparse.Namespace:
 def parse(Kind: type, argv: list[str] | None = None):
     """Parse the flags of a command, which are the fields of Kind, a subclass of Options.
 
-    The settings are those of the run, if there is one, else of --config. Flags then change
-    single settings.
+    The settings are those of the run, if there is one, else of --config. Flags then
+    change single settings.
     """
     flags = first_flags(argv)
     if flags.run_dir and (to_path(flags.run_dir) / "config.json").exists():
@@ -319,7 +327,7 @@ def change_settings(options: Options, argv: list[str] | None) -> Options:
 
 # ---- runs ------------------------------------------------------------------------------
 
-# A resumed run may change these settings. Every other change would make another experiment.
+# A resumed run may change these settings. Any other change would be another experiment.
 CHANGEABLE = (
     "decode mesh distributed model.attention model.loss model.remat train.steps "
     "train.microbatches train.log_every train.eval_every train.infer_every "

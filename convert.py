@@ -462,8 +462,8 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     for name in ("modules.json", "sentence_bert_config.json", "adapter_config.json"):
         if (folder / name).exists():
             raise UserError(
-                f"{folder}/{name} changes the outputs of the model, and is not read: it is "
-                f"of sentence-transformers or LoRA. A copy without it can be converted."
+                f"{folder}/{name} changes the outputs of the model, and is not read: it "
+                f"is of sentence-transformers or LoRA. Convert a copy without it."
             )
     config = read_json(folder / "config.json")
     generation = read_json(folder / "generation_config.json")
@@ -669,7 +669,7 @@ def write_json(path: Path, content: dict) -> None:
 
 
 def compare(weights: Weights, written: Weights, dtype: np.dtype) -> None:
-    """Stop if written arrays differ, or if they are read with other settings."""
+    """Stop if written arrays differ, or if another network is read."""
     wanted = configs.with_weights_of(written.cfg, weights.cfg)
     configs.refuse_differences(written.cfg, wanted, ["data"], "The written model")
     for name, array in written.arrays.items():

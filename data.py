@@ -301,7 +301,7 @@ def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     """
     share = sizes / np.array(limits)
     row, rows = np.zeros(len(sizes), int), int(np.ceil(sizes.sum(0) / limits).max())
-    free = np.tile(limits, (len(sizes), 1)).T  # [2, rows]
+    free = np.tile(limits, (len(sizes), 1)).T  # [2, N]: at most a row for each example
     more, difference = share[:, 0] - share[:, 1], np.zeros(len(sizes))
     for i in np.argsort(-share.sum(axis=1), kind="stable").tolist():
         fits = (free[0, :rows] >= sizes[i, 0]) & (free[1, :rows] >= sizes[i, 1])
@@ -346,8 +346,8 @@ def pad_batch(inputs: list, targets: list, *limits: int) -> Batch:
 
 
 # ---- batches ---------------------------------------------------------------------------
-# source -> windows, shuffled -> PART examples at once -> PACKED rows, shuffled -> batches.
-# A checkpoint has the Place of each task before these rows, and the number of the next row.
+# source -> windows -> PART examples at once -> PACKED rows -> batches. Examples of a window
+# and rows are shuffled. A checkpoint has the Place of each task, and the next row.
 
 ORDER, NOISE, ROWS = range(3)  # uses of random bits: no two uses have equal keys
 FIRST_WINDOW = 1 << 20  # characters, few for a fast start; in mixtures even fewer
@@ -361,7 +361,7 @@ class Place(NamedTuple):
 
     epoch: int = 0
     window: int = 0  # how many windows of the epoch come before this one
-    file: int = 0  # The window begins after this example of this file.
+    file: int = 0  # The window begins after the example `number` of this file.
     number: int = 0
     used: int = 0  # examples of the window so far
     count: int = 0  # examples of the task so far
@@ -535,7 +535,6 @@ def read_lines(path: str) -> Iterator[str]:
 
 
 def read_text(path):
-    """Each line is a document."""
     return ({"text": line.rstrip("\r\n")} for line in read_lines(path) if line.strip())
 
 
@@ -593,7 +592,6 @@ READERS = {
     "text": read_text, "jsonl": read_jsonl, "csv": partial(read_table, ","),
     "tsv": partial(read_table, "\t"), "parquet": read_parquet, "lines": read_parallel,
 }  # fmt: skip
-note = cache(print)  # prints a message once
 
 
 def find_files(pattern: str) -> list[tuple[str, int]]:
@@ -605,7 +603,7 @@ def find_files(pattern: str) -> list[tuple[str, int]]:
 
 
 def open_source(source: str, split: str, cfg: Config) -> list[File]:
-    """Return the files of a source, such as text:books/{split}.txt or python: (Python)."""
+    """Return the files of a source, such as text:books/{split}.txt or python:."""
     kind, _, name = source.partition(":")
     filled = name.replace("{split}", split)
     if kind in ("hf", "tfds", "seqio", "random", "numbers"):
@@ -629,7 +627,7 @@ def open_source(source: str, split: str, cfg: Config) -> list[File]:
 
 
 def hold_out(read: Callable, file: int, split: str) -> Iterator[dict]:
-    """Yield the examples of a split: one of twenty, by chance, is for validation."""
+    """Yield the examples of a split: 5 % of the first 20,000 are for validation."""
     for number, example in enumerate(read()):
         if split == "validation" and number == 20_000:
             return
@@ -639,7 +637,7 @@ def hold_out(read: Callable, file: int, split: str) -> Iterator[dict]:
 
 
 def read_texts(files: list[File], task: "Task", cfg: Config, start=(0, 0)):
-    """Yield (formatted dicts, (file, number), characters) of each dict after `start`."""
+    """Yield (formatted examples, (file, number), size) of each example after `start`."""
     renamed = [pair.split("=") for pair in cfg.data.fields.split(",") if pair]
     for f, file in enumerate(files[start[0] :], start[0]):
         number, fields = 1, {}
@@ -720,7 +718,7 @@ class Task(NamedTuple):
     """A source, the format of its examples, and how they are learned and scored."""
 
     source: str = ""
-    format: Callable = text_to_text  # turns an example of the source into a list of rows
+    format: Callable = text_to_text  # makes a list of examples of one of the source
     metrics: tuple = ()  # names in evaluate.METRICS, or functions (targets, predictions)
     choices: tuple = ()  # the words for the classes 0, 1, ...
     postprocess: str | Callable = ""  # a name in evaluate.POSTPROCESSORS, or a function
@@ -749,8 +747,9 @@ def mixture_rates(name: str, cfg: Config, within: tuple = ()) -> dict[str, float
     rates, members = Counter(), MIXTURES[name]
     if name in within:
         raise UserError(f"The mixture {name} contains itself.")
-    if cfg.data.source and name == cfg.data.task and not callable(members):
-        raise UserError(f"The mixture {name} has no --data.source, but its tasks have.")
+    own = cfg.data.validation_source or (cfg.data.source and not callable(members))
+    if own and name == cfg.data.task:
+        raise UserError(f"The mixture {name} has no sources of its own: its tasks have.")
     for member, rate in (members(cfg) if callable(members) else members).items():
         inner = mixture_rates(member, cfg, (*within, name))
         for task, share in inner.items():
@@ -787,8 +786,9 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
 
     If a run trains on files without {split} in their names, a part of them is held out.
     """
-    task, own = find_task(name, cfg), cfg.data.validation_source
-    if own and split == "validation" and name == cfg.data.task:
+    task = find_task(name, cfg)
+    own = cfg.data.validation_source if name == cfg.data.task else ""
+    if own and split == "validation":
         task = task._replace(source=own)
     files = open_source(task.source, split, cfg) if split in task.splits else []
     if own or re.search(r"{split}|^(hf|tfds|seqio):", task.source):
@@ -798,7 +798,7 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
         return task, files
     if split not in ("train", "validation"):
         return task, []
-    note(f"data     {task.source}: 5 % of a file's first 20,000 examples are held out")
+    configs.note(f"data     {task.source}: 5 % of a file's first 20,000 are held out")
     held = [partial(hold_out, f.read, number, split) for number, f in enumerate(files)]
     return task, [file._replace(read=read) for file, read in zip(files, held)]
 

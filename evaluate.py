@@ -1,4 +1,4 @@
-"""Evaluate a trained model: held-out loss, metrics on generated text, rank classification.
+"""Evaluate a trained model: held-out loss, metrics on generated text, and ranks.
 
     python evaluate.py --run_dir RUN --plot curves.png              the last checkpoint
     python evaluate.py --run_dir RUN --tasks glue_rte_v002 --step all --csv table.csv
@@ -108,7 +108,7 @@ LOWER_IS_BETTER = {"loss", "cross_ent_loss", "z_loss", "content_loss", "bits_per
 
 
 def lower_is_better(name: str) -> bool:
-    """Whether the best value of a metric such as training_eval/TASK/loss is the lowest."""
+    """Whether the best value of a metric, as training_eval/TASK/loss, is the lowest."""
     return name.split("/")[-1] in LOWER_IS_BETTER
 
 
@@ -159,17 +159,17 @@ def compute_metrics(task: data.Task, lines: list[dict]) -> dict:
 
 
 def check_metrics(name: str, task: data.Task, rows: list, targets: list, written: list):
-    """Compute the metrics of a perfect model. written: the targets as it can write them."""
+    """Compare the metrics of perfect answers. written: targets, encoded and decoded."""
     best = compute_metrics(task, result_lines(task, rows, targets, targets))
     possible = compute_metrics(task, result_lines(task, rows, targets, written))
     if str(possible) != str(best):
-        infer.note(
+        configs.note(
             f"{name}: a perfect model has {possible}, not {best}. The vocabulary cannot "
             f"write some targets, or --data.targets_length cuts them."
         )
     unknown = set(targets) - set(task.choices)
     if task.postprocess == "label" and unknown:
-        infer.note(f"{name}: the metrics are wrong, as {unknown} is none of the choices.")
+        configs.note(f"{name}: the metrics are wrong: {unknown} is none of the choices.")
 
 
 def predict(params, cfg: Config, mesh, name: str, split: str, tokenizer, most=None):
@@ -208,9 +208,9 @@ def answer_choices(name: str, task: data.Task, number: int, row: dict) -> list[d
     target, *simple = [str(x).strip().casefold() for x in (row["targets"], *texts)]
     if target not in simple or len(set(simple)) < len(simple):
         raise UserError(
-            f"Example {number} of {name}: the target {row['targets']!r} must be one of its "
-            f"choices, and these must differ. The field answer_choices or the choices of "
-            f"the task are {texts}."
+            f"Example {number} of {name}: the target {row['targets']!r} must be one of "
+            f"its choices, and these must differ. The field answer_choices or the choices "
+            f"of the task are {texts}."
         )
     choices = []
     for i, text in enumerate(texts):
@@ -241,8 +241,8 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
     correct, weights, lengths = map(np.array, columns)
     scores = np.float32(np.divide(scores, lengths) if normalize else scores)
     groups = group_choices(indices)
-    # Of equal scores, the first counts. An example has the weight of its answer, or if the
-    # choices are classes, that of its first choice.
+    # Of equal scores, the first counts. An example has the weight of its answer, or if
+    # the choices are classes, that of its first choice.
     answers = [group[np.argmax(scores[group])] for group in groups]
     weights = weights[[group[0] for group in groups] if num_classes else answers]
     metrics = {"accuracy": percent(np.average(correct[answers], weights=weights))}
@@ -269,7 +269,7 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
 
 
 def rank(params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize=False):
-    """Score the choices of every example. Returns metrics, and a line for each example."""
+    """Score the choices of every example. Returns metrics, and a line for each."""
     task, rows = data.find_task(name, cfg), read_rows(name, split, cfg)
     choices = []
     for number, row in enumerate(rows):
@@ -310,7 +310,7 @@ def rank(params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize=
 
 # ---- metrics ---------------------------------------------------------------------------
 # The metrics of t5/evaluation/metrics.py: functions of the postprocessed targets and
-# predictions that return numbers between 0 and 100. Those of GLUE alone are in extras/.
+# predictions that return a dict of numbers from 0 to 100. Those of GLUE are in extras/.
 
 
 def percent(values) -> float:

@@ -5,8 +5,8 @@
     python infer.py --run_dir RUN --input IN.jsonl --output OUT.jsonl
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
-Each line of IN.jsonl is an object with "inputs" and, for --mode score, "targets". Both are
-a text or a list of token ids; ids are used exactly as given, without truncation or EOS.
+Each line of IN.jsonl is an object with "inputs" and, for --mode score, "targets". Both
+are a text or a list of token ids, which is used exactly as given, with no EOS or cut.
 OUT.jsonl has the same lines in the same order, with a new field "prediction", "score"
 (the log-probability of the targets) or "vector" (the mean output of the encoder). Up to
 rounding, a line's result does not depend on the other lines. A command that was killed
@@ -48,12 +48,12 @@ from partition import shard
 
 # ---- the cache and one decoding step ---------------------------------------------------
 # The N beams of an example share a cache: the key of position t of beam m is at index
-# t * N + m. A mask hides the keys of other beams. When beam search reorders the beams, only
-# this mask changes. Copying the cache would take a quarter more time.
+# t * N + m. A mask hides the keys of other beams. When beam search reorders the beams,
+# only this mask changes. Copying the cache would take a quarter more time.
 
 
 def einsum(form: str, left: Array, right: Array) -> Array:
-    """Compute jnp.einsum with sums in float32. Axis 2 of `left` is that of the N beams."""
+    """Compute jnp.einsum with sums in float32. Axis 2 of `left` is that of the beams."""
     N = left.shape[2]
     if partition.platform() == "tpu":
         # Fewer than 8 rows would not use the matrix unit, and take four times as long.
@@ -66,7 +66,7 @@ def cached_attention(
 ):
     """Compute softmax(q k^T + bias) v for the newest token of each beam.
 
-    q [B, N, H, C], k and v [B, H, K, C], mask [B, 1, N, K], bias [H, 1, K] or None.
+    q [B, N, H, C], k and v [B, H, K, C]. mask, and bias or None, fit to [B, H, N, K].
     """
     scores = einsum("bhnc,bhkc->bhnk", q.swapaxes(1, 2), k)
     if bias is not None:
@@ -87,8 +87,8 @@ def heads_first(keys_and_values: tuple[Array, Array]) -> list[Array]:
 def init_cache(params: dict, cfg: ModelConfig, encoded: Array, length: int, beams=1):
     """Return two lists with an item for each decoder layer: (cache, fixed).
 
-    An item of the cache is [keys, values], both [B, H, length * beams, C]. An item of fixed
-    is what all steps share: weights, keys and values of cross-attention, position bias.
+    An item of the cache is [keys, values], both [B, H, length * beams, C]. An item of
+    fixed is what all steps share: weights, keys and values of cross-attention, and bias.
     """
     stack, cache, fixed = params["decoder"], [], []
     table = model.param_table(cfg)["decoder"]["layers"]
@@ -182,7 +182,7 @@ def sorted_outputs(state: Outputs) -> tuple[Array, Array]:
 
 
 def take(array: Array, numbers: Array) -> Array:
-    """Select outputs of each example: array [B, N, ...], numbers [B, M] -> [B, M, ...]."""
+    """Select outputs of each example: array [B, N, ...], numbers [B, M]."""
     return jax.vmap(lambda outputs, chosen: outputs[chosen])(array, numbers)
 
 
@@ -206,7 +206,7 @@ def filter_logits(logits: Array, top_k: int, top_p: float) -> Array:
     """Set the logits of ids that must not be drawn to -inf.
 
     top_k keeps the k most probable ids and, as in T5X, all that equal the last of them.
-    top_p keeps the fewest ids with this probability (Holtzman et al. 2020).
+    top_p keeps the fewest ids with this probability, and equals (Holtzman et al. 2020).
     """
     if top_k:
         top = lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
@@ -222,9 +222,9 @@ def filter_logits(logits: Array, top_k: int, top_p: float) -> Array:
 
 # ---- beam search -----------------------------------------------------------------------
 # The beam search of T5X (t5x/decoding.py). Live beams are the N best unfinished outputs.
-# Each step extends every live beam by every id and selects the 2N best results. Those that
-# end with EOS are finished, and the N best others are the new live beams. A live beam has
-# only one extension by EOS, so at least N of the 2N results are unfinished.
+# Each step extends every live beam by every id and selects the 2N best results. Those
+# that end with EOS are finished, and the N best others are the new live beams. Each live
+# beam has only one extension by EOS, so at least N of the 2N results are unfinished.
 
 MASKED = -1e7  # added to a score that must not be selected, as in T5X
 
@@ -280,8 +280,8 @@ def extend_beams(state: Beams, log_probs: Array, at, *, decode: DecodeConfig) ->
     finished_ids = take(jnp.concatenate([state.finished_ids, extended], axis=1), best)
     finished = take(jnp.concatenate([state.finished, ends], axis=1), best)
 
-    # The score of a live beam can only fall, and its penalty is at most that of T ids. T5X
-    # takes T + 1 ids. The search ends when no live beam can beat a finished output.
+    # The score of a live beam can only fall, and its penalty is at most that of T ids, or
+    # in T5X of T + 1. The search ends when no live beam can beat a finished output.
     bound = live_scores[:, :1] / length_penalty(T + 1.0, decode)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
     ended = finished_ids, finished_scores, finished
@@ -289,10 +289,14 @@ def extend_beams(state: Beams, log_probs: Array, at, *, decode: DecodeConfig) ->
 
 
 def beam_result(state: Beams) -> tuple[Array, Array]:
-    """Return the finished outputs, or the live beams of an example that has none."""
+    """Return the finished outputs, or the live beams of an example that has none.
+
+    The score of a place without an output is -inf. Live beams have no length penalty.
+    """
     any_finished = state.finished.any(1, keepdims=True)
     ids = jnp.where(any_finished[..., None], state.finished_ids, state.ids)
-    return ids, jnp.where(any_finished, state.finished_scores, state.scores)
+    finished = jnp.where(state.finished, state.finished_scores, -jnp.inf)
+    return ids, jnp.where(any_finished, finished, state.scores)
 
 
 # ---- the decoding loop -----------------------------------------------------------------
@@ -357,12 +361,6 @@ def mean_vectors(params: dict, batch: data.Batch, cfg: ModelConfig) -> Array:
 # ---- batches of examples ---------------------------------------------------------------
 
 
-@functools.cache
-def note(text: str) -> None:
-    """Print a text once."""
-    print(text, file=sys.stderr)
-
-
 class Example(NamedTuple):
     inputs: Sequence  # token ids, with EOS if the task has it
     targets: Sequence = ()
@@ -416,7 +414,7 @@ def run_batch(params: dict, cfg: Config, mesh, group: list[Example], mode: str) 
     results = []
     for outputs, own_scores in zip(ids[: len(group)], scores):
         # Beam search may find fewer outputs than there are beams.
-        n = min(cfg.decode.num_return, np.sum(~(own_scores <= MASKED / 1000)))
+        n = min(cfg.decode.num_return, np.sum(own_scores != -np.inf))
         results.append((list(map(cut_at_eos, outputs[:n])), own_scores[:n].tolist()))
     return results
 
@@ -480,7 +478,7 @@ def load_params(cfg: Config, run_dir: str, step: int) -> dict:
 
 
 def line_example(line: dict, number: int, cfg: Config, tokenizer, mode: str) -> Example:
-    """Return the Example of a line: texts are tokenized, and lists of ids stay as they are."""
+    """Return the Example of a line: texts are tokenized, and ids stay as they are."""
 
     def ids_of(side):
         value, size = line.get(side), cfg.model.vocab_size
@@ -488,7 +486,7 @@ def line_example(line: dict, number: int, cfg: Config, tokenizer, mode: str) -> 
             (ids,) = tokenizer.encode([value])
             finished = data.finish(ids, side, data.Task(), cfg.data).tolist()
             if len(finished) <= len(ids):
-                note(f"Some {side} are cut to --data.{side}_length.")
+                configs.note(f"Some {side} are cut to --data.{side}_length.")
             return finished
         ids = value if isinstance(value, list) else [None]
         if any(type(i) is not int or not 0 <= i < size for i in ids):
@@ -497,7 +495,7 @@ def line_example(line: dict, number: int, cfg: Config, tokenizer, mode: str) -> 
                 f"{size - 1}. It has {str(line)[:200]}."
             )
         if [*filter(None, value)][-1:] != [data.EOS]:
-            note(f"Some {side} do not end with EOS (the id 1), which T5 expects.")
+            configs.note(f"Some {side} do not end with EOS (the id 1), as T5 expects.")
         return value
 
     return Example(ids_of("inputs"), ids_of("targets") if mode == "score" else (), number)
@@ -555,7 +553,7 @@ def job_digest(options: "Options", step: int, tokenizer) -> str:
 
 
 def skip_answered(file, lines: Iterator[tuple[dict, Example]], window: int) -> tuple:
-    """Cut an unfinished file after a window. Returns (number of its lines, other lines)."""
+    """Cut an unfinished file after a window. Returns (lines that it has, other lines)."""
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails beside an equal command
     file.seek(0)
     done, size, again = 0, 0, []
@@ -571,7 +569,7 @@ def skip_answered(file, lines: Iterator[tuple[dict, Example]], window: int) -> t
 
 
 def run_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> None:
-    """Write OUTPUT.DIGEST.partial, or continue that of a killed command, and rename it."""
+    """Write OUTPUT.DIGEST.partial, or continue that of a killed command. Rename it."""
     cfg, mode = options.cfg, options.mode
     if os.path.exists(options.output):
         raise UserError(f"{options.output} exists already: name another --output.")

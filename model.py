@@ -1,7 +1,7 @@
 """T5 1.1 as pure functions: parameters, encoder, decoder, logits and loss.
 
-A model is a ModelConfig and a nested dict of float32 arrays. `forward` computes the logits
-of a Batch of token ids, and `loss_fn` computes the training loss.
+A model is a ModelConfig and a nested dict of float32 arrays. `forward` computes the
+logits of a Batch of token ids, and `loss_fn` computes the training loss.
 
     python model.py --config small_c4     print the shape of every parameter
 
@@ -181,8 +181,8 @@ def relative_bucket(
 ) -> np.ndarray:
     """Map relative positions (key minus query) to the buckets of T5.
 
-    Small distances have a bucket each. Larger distances share buckets whose widths grow
-    logarithmically up to relative_max_distance. In the encoder (bidirectional), half of
+    Small distances have a bucket each. Larger distances share buckets that become wider
+    exponentially up to relative_max_distance. In the encoder (bidirectional), half of
     the buckets are for later keys. In the decoder, later keys are masked.
     """
     buckets, offset = cfg.relative_buckets, 0
@@ -222,8 +222,8 @@ def attention_mask(
     """Return a mask [B, 1, Q, K] that is 1 where a query may attend to a key.
 
     A query attends only to keys of its own example. The segments number the examples of a
-    row: [1, 1, 2, 0] means two tokens of example 1, one of example 2, and padding. With
-    `causal`, a query attends only to its own and earlier positions.
+    row: [1, 1, 2, 0] means two tokens of example 1, one of example 2, and padding, which
+    attends to padding. With `causal`, a query attends to no later position.
     """
     mask = query_segments[:, None, :, None] == key_segments[:, None, None, :]
     if causal:
@@ -240,7 +240,7 @@ def dot_product_attention(
     biases, or None in cross-attention. A query that may attend to no key gets zeros.
     """
     Q, K = q.shape[1], k.shape[1]
-    # To try another attention on a TPU, edit the lines below, and set --model.attention xla.
+    # To try another attention on a TPU, edit the end, and set --model.attention xla.
     on_tpu = partition.platform() == "tpu"
     if cfg.attention == "kernel" or (cfg.attention == "auto" and on_tpu):
         from extras import attention_kernel
@@ -330,7 +330,8 @@ def embed(params: dict, ids: Array, cfg: ModelConfig, key: Array | None = None) 
     return dropout(shard(x, "batch", None, None), cfg.dropout, key)
 
 
-# What the forward pass saves for the backward pass, which recomputes everything else.
+# What the forward pass saves for the backward pass, which recomputes everything else. The
+# attention kernel gives its output the name "attended".
 REMAT = {
     "none": policies.everything_saveable,
     "dots": policies.save_from_both_policies(
@@ -503,7 +504,7 @@ def loss_sums(
 ) -> tuple[Array, dict]:
     """Return the training loss and a dict of sums over the target tokens.
 
-    output: the output matrix of the parameters. x [B, T, D]: the output of the decoder.
+    output: a dict with the output matrix. x [B, T, D]: the output of the decoder.
     """
     logits = logits_of(output, cfg.model, x)
     losses = cross_entropy(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
@@ -533,7 +534,7 @@ def loss_fn(params: dict, batch, cfg: Config, key=None) -> tuple[Array, dict]:
 
 
 def mean_metrics(sums: dict) -> dict:
-    """Divide the sums over tokens by the number of tokens. Losses are in nats per token."""
+    """Divide sums by the number of tokens. Losses are then in nats per token."""
     tokens = jnp.maximum(sums["tokens"], 1)
     means = {name: x / tokens for name, x in sums.items() if name != "tokens"}
     return {"loss": means["cross_ent_loss"] + means["z_loss"], **means}
@@ -560,7 +561,7 @@ def train_flops(cfg: ModelConfig, S: int, T: int) -> int:
         T * (6 * D * A + mlp_weights) + S * 2 * D * A + 2 * T * T * A + 2 * T * S * A
     )
     layers = cfg.num_layers * encoder + cfg.num_decoder_layers * decoder
-    # A multiply-add is two operations, and the backward pass costs twice the forward pass.
+    # A multiply-add is two operations. The backward pass costs twice the forward pass.
     return 3 * 2 * (layers + T * D * cfg.vocab_size)
 
 

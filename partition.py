@@ -197,7 +197,7 @@ def main_process_first(work: Callable) -> Any:
 #     shards-00001-of-00002.msgpack    the parts of the arrays that process 1 writes
 #     complete                         the number of shard files, written last
 #
-# A shard file begins with a checksum and a list of headers. The header of a shard has the
+# A shard file begins with a checksum, headers and the state of the data. A header has the
 # name, shape and dtype of its array, its bounds [start, stop] in each dimension, and the
 # place and checksum of its numbers, which follow the list.
 #

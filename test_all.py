@@ -11,7 +11,6 @@ T5X and t5 and with Hugging Face models, check properties, run whole jobs, and k
 
 import ast
 import contextlib
-import dataclasses
 import fnmatch
 import functools
 import gzip
@@ -282,6 +281,7 @@ def test_flags_change_single_settings_of_a_recipe():
         "--train.keep -1",
         "--train.learning_rate nan",
         "--train.loss_divisor 0",
+        "--train.label_smoothing 1",
         "--train.warmup_steps 0",
         "--decode.top_p 90",
         "--decode.batch_size 0",
@@ -984,8 +984,9 @@ def test_rates_of_mixtures(name, expected, monkeypatch):
         assert data.trained_tasks(cfg).keys() == {k for k, v in expected.items() if v}
         assert data.eval_tasks(cfg) == ["x", "y", "zero", "z"]
     if name == "flat":
-        with pytest.raises(UserError, match="--data.source"):
-            data.Batches(change(cfg, data=dict(source="jsonl:a")), TOKENIZER)
+        for field in ("source", "validation_source"):
+            with pytest.raises(UserError, match="flat"):
+                data.Batches(change(cfg, data={field: "jsonl:a"}), TOKENIZER)
 
 
 # ---- data: vocabularies ----------------------------------------------------------------
@@ -2434,7 +2435,7 @@ def evaluated(byte_run, one_device, tmp_path, monkeypatch):
     """A function that evaluates byte_run on a task with some rows."""
     cfg, _ = configs.load_run(byte_run)
     params = infer.load_params(cfg, byte_run, 1)
-    infer.note.cache_clear()
+    configs.note.cache_clear()
 
     def evaluate_rows(function, rows, split="validation", **task):
         source = write_jsonl(tmp_path / "rows.jsonl", rows)

@@ -38,7 +38,6 @@ from tqdm import tqdm
 import configs
 import data
 import evaluate
-import infer
 import model
 import partition
 from configs import Config, DistributedConfig, TrainConfig, UserError
@@ -177,7 +176,7 @@ def state_template(cfg: Config, mesh: Mesh) -> TrainState:
 def gradients(
     cfg: Config, params: dict, batch: data.Batch, key: Array | None
 ) -> tuple[dict, dict]:
-    """Compute the gradients of the mean loss per target token of a batch.
+    """Compute the gradients of the loss per target token, or over --train.loss_divisor.
 
     To save memory, a batch can be split into microbatches, whose gradients are added up.
     Returns the sums of model.loss_fn, and the gradients.
@@ -350,7 +349,7 @@ class Evaluations:
             )
 
     def __call__(self, step: int, params: dict) -> bool:
-        """Make the evaluations that are due and that the log lacks, if there are any."""
+        """Make the evaluations that are due and not in the log. Returns if any were."""
         t, made = self.cfg.train, False
         for kind, every, names, evaluation in (
             ("training_eval", t.eval_every, self.held_out, self.measure_loss),
@@ -503,7 +502,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, source: str) -> Run:
 
 
 def stop_signals() -> list:
-    """Return a list to which the first SIGTERM or Ctrl-C is added. A second one kills."""
+    """Return a list that gets the first SIGTERM or Ctrl-C. The same again kills."""
     received = []
 
     def receive(number, _):
@@ -545,7 +544,7 @@ def loop(cfg: Config, run: Run) -> int:
             run.checkpoints.finish()  # completes the previous save
             if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
                 raise UserError(
-                    f"The loss, a gradient or the rate of step {step:,} is infinite or NaN. "
+                    f"Step {step:,}: the loss, a gradient or the rate is infinite or NaN. "
                     f"Start another run with a lower --train.learning_rate."
                 )
         if logs:
@@ -580,7 +579,7 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", source: str = "") -> Non
     """Train a model, and write all results to the folder of the run."""
     step = loop(cfg, start_run(cfg, run_dir, recipe, source))
     print(
-        f"{'done' if step == cfg.train.steps else 'stopped'} at step {step:,}: {run_dir}"
+        f"{'done' if step >= cfg.train.steps else 'stopped'} at step {step:,}: {run_dir}"
     )
 
 
@@ -600,7 +599,7 @@ def parse(argv: list[str] | None = None) -> Options:
     path = configs.to_path(run_dir)
     resumes = any(path.glob("checkpoints/step_*/complete"))
     stored, source = None, flags.init_from
-    # A start that saved no checkpoint leaves nothing but its settings, for --run_dir alone.
+    # A run without checkpoints has only settings, which --run_dir without --config takes.
     settings_only = flags.run_dir and not flags.config and (path / "config.json").exists()
     if resumes or settings_only:
         stored, facts = configs.load_run_and_tasks(run_dir, flags.config)
