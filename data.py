@@ -262,7 +262,44 @@ def pairs(documents: list, tokenizer: Tokenizer, data: DataConfig, *key: int) ->
     return documents
 
 
-def cut_documents(documents: list, task: "Task", data: DataConfig) -> list:
+# ---- a task ----------------------------------------------------------------------------
+
+
+def text_to_text(example: dict) -> list[dict]:
+    """Use the fields inputs and targets, or their texts in a cache of SeqIO."""
+    stored = [key for key in ("inputs", "targets") if f"{key}_pretokenized" in example]
+    return [example | {key: example[f"{key}_pretokenized"] for key in stored}]
+
+
+def template(inputs: str, targets: str, labels: tuple = ()) -> Callable:
+    """Return a format that fills {fields} into two texts, and a word for {label}."""
+
+    def fill(example):
+        if labels:
+            label = int(example.get("label", -1))  # -1 is unknown: <unk>, as in t5
+            example = example | {"label": "<unk>" if label == -1 else labels[label]}
+        kept = {"idx": example["idx"]} if "idx" in example else {}
+        texts = [text.format_map(example) for text in (inputs, targets)]
+        return [dict(zip(("inputs", "targets"), texts)) | kept]
+
+    return fill
+
+
+class Task(NamedTuple):
+    """A source, the format of its examples, and how they are learned and scored."""
+
+    source: str = ""
+    format: Callable = text_to_text  # makes a list of examples of one of the source
+    metrics: tuple = ()  # names in evaluate.METRICS, or functions (targets, predictions)
+    choices: tuple = ()  # the words for the classes 0, 1, ...
+    postprocess: str | Callable = ""  # a name in evaluate.POSTPROCESSORS, or a function
+    splits: tuple = ("train", "validation", "test")
+    objective: Callable = pairs
+    inputs_eos: bool = True  # False in T0
+    eos_after_trim: bool = True  # False in T0
+
+
+def cut_documents(documents: list, task: Task, data: DataConfig) -> list:
     """Cut documents to the length of examples. For span corruption, join them before."""
     if task.objective is pairs:
         return documents
@@ -274,15 +311,15 @@ def cut_documents(documents: list, task: "Task", data: DataConfig) -> list:
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
 
 
-def make_examples(documents: list, task: "Task", tokenizer, cfg: Config, *key) -> list:
+def make_examples(documents: list, task: Task, tokenizer, cfg: Config, *key) -> list:
     """Return the example (inputs, targets) of each document, with EOS."""
     return [
-        (finish(a, "inputs", task, cfg.data), finish(b, "targets", task, cfg.data))
+        (with_eos(a, "inputs", task, cfg.data), with_eos(b, "targets", task, cfg.data))
         for a, b in task.objective(documents, tokenizer, cfg.data, *key)
     ]
 
 
-def finish(ids, side: str, task: "Task", data: DataConfig) -> np.ndarray:
+def with_eos(ids, side: str, task: Task, data: DataConfig) -> np.ndarray:
     """Truncate, and append EOS. T0 has none in inputs, and loses it in long targets."""
     limit = data.inputs_length if side == "inputs" else data.targets_length
     end = [EOS] if side == "targets" or task.inputs_eos else []
@@ -357,7 +394,13 @@ PACKED = 512  # rows that are packed together
 
 
 class Place(NamedTuple):
-    """Where a task is: the window of its source, and the next example of the window."""
+    """Where a task is, in a window of its source.
+
+    If its windows have three documents of one file, in the order d2 d3 d1, the places are
+    Place(used=1, count=1) after d2 (a restart reads all three again, and skips d2),
+    Place(0, 1, 0, 3, 0, 3) at the next window, which begins after document 3 of file 0,
+    and Place(1, count=9) at the next epoch, if there are three windows.
+    """
 
     epoch: int = 0
     window: int = 0  # how many windows of the epoch come before this one
@@ -370,7 +413,7 @@ class Place(NamedTuple):
 def read_windows(task, files, tokenizer, cfg, first: int, place: Place) -> Iterator:
     """Yield (documents of a window of a source, the Place of the next window)."""
     while True:
-        epoch, texts = place.epoch, read_texts(files, task, cfg, place[2:4])
+        epoch, texts = place.epoch, read_examples(files, task, cfg, place[2:4])
         while place.epoch == epoch:
             size = first << (DOUBLINGS if epoch else min(place.window, DOUBLINGS))
             documents, end = read_documents(texts, size, task, tokenizer, cfg)
@@ -493,10 +536,12 @@ def print_filling(batch: Batch, sizes: np.ndarray, limits) -> None:
     )
 
 
-def held_out(name: str, split: str, cfg: Config, tokenizer: Tokenizer) -> list[Batch]:
+def batches_of_split(
+    name: str, split: str, cfg: Config, tokenizer: Tokenizer
+) -> list[Batch]:
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
-    size, texts = cfg.train.batch_size, read_texts(files, task, cfg)
+    size, texts = cfg.train.batch_size, read_examples(files, task, cfg)
     documents, place, wanted = [], True, cfg.train.eval_batches * size
     while place and (not wanted or len(documents) < wanted):
         more, place = read_documents(texts, 1 << 18, task, tokenizer, cfg)
@@ -508,7 +553,7 @@ def held_out(name: str, split: str, cfg: Config, tokenizer: Tokenizer) -> list[B
     return [fill_rows(part, np.arange(len(part)), size, limits) for part in parts]
 
 
-def encode_example(texts: dict, task: "Task", tokenizer: Tokenizer, cfg: Config):
+def encode_example(texts: dict, task: Task, tokenizer: Tokenizer, cfg: Config):
     task = task._replace(objective=pairs)
     return make_examples(tokenize([texts], task, tokenizer), task, tokenizer, cfg)[0]
 
@@ -636,7 +681,7 @@ def hold_out(read: Callable, file: int, split: str) -> Iterator[dict]:
             yield example
 
 
-def read_texts(files: list[File], task: "Task", cfg: Config, start=(0, 0)):
+def read_examples(files: list[File], task: Task, cfg: Config, start=(0, 0)):
     """Yield (formatted examples, (file, number), size) of each example after `start`."""
     renamed = [pair.split("=") for pair in cfg.data.fields.split(",") if pair]
     for f, file in enumerate(files[start[0] :], start[0]):
@@ -657,7 +702,7 @@ def read_texts(files: list[File], task: "Task", cfg: Config, start=(0, 0)):
             raise UserError(f"{where}: {error!r}") from error
 
 
-def texts_of(fields: dict, task: "Task") -> list:
+def texts_of(fields: dict, task: Task) -> list:
     names = ("inputs", "targets") if task.objective is pairs else ("text",)
     return [fields[name] for name in names]
 
@@ -675,7 +720,7 @@ def read_documents(texts: Iterator, characters: int, task, tokenizer, cfg):
     return cut_documents(tokenize(part, task, tokenizer), task, cfg.data), place
 
 
-def tokenize(texts: list[dict], task: "Task", tokenizer: Tokenizer) -> list:
+def tokenize(texts: list[dict], task: Task, tokenizer: Tokenizer) -> list:
     """Return the ids of each text or pair. Lists of ids lose their padding and EOS."""
     values = [text for fields in texts for text in texts_of(fields, task)]
     encoded = iter(tokenizer.encode([text for text in values if isinstance(text, str)]))
@@ -694,40 +739,6 @@ def tokenize(texts: list[dict], task: "Task", tokenizer: Tokenizer) -> list:
 # ---- tasks -----------------------------------------------------------------------------
 
 
-def text_to_text(example: dict) -> list[dict]:
-    """Use the fields inputs and targets, or their texts in a cache of SeqIO."""
-    stored = [key for key in ("inputs", "targets") if f"{key}_pretokenized" in example]
-    return [example | {key: example[f"{key}_pretokenized"] for key in stored}]
-
-
-def template(inputs: str, targets: str, labels: tuple = ()) -> Callable:
-    """Return a format that fills {fields} into two texts, and a word for {label}."""
-
-    def fill(example):
-        if labels:
-            label = int(example.get("label", -1))  # -1 is unknown: <unk>, as in t5
-            example = example | {"label": "<unk>" if label == -1 else labels[label]}
-        kept = {"idx": example["idx"]} if "idx" in example else {}
-        texts = [text.format_map(example) for text in (inputs, targets)]
-        return [dict(zip(("inputs", "targets"), texts)) | kept]
-
-    return fill
-
-
-class Task(NamedTuple):
-    """A source, the format of its examples, and how they are learned and scored."""
-
-    source: str = ""
-    format: Callable = text_to_text  # makes a list of examples of one of the source
-    metrics: tuple = ()  # names in evaluate.METRICS, or functions (targets, predictions)
-    choices: tuple = ()  # the words for the classes 0, 1, ...
-    postprocess: str | Callable = ""  # a name in evaluate.POSTPROCESSORS, or a function
-    splits: tuple = ("train", "validation", "test")
-    objective: Callable = pairs
-    inputs_eos: bool = True  # False in T0
-    eos_after_trim: bool = True  # False in T0
-
-
 TASKS |= {
     "span_corruption": Task("python:", objective=span_corruption),
     "prefix_lm": Task("python:", objective=prefix_lm),
@@ -738,10 +749,17 @@ TASKS |= {
 }
 
 
+def load_extras():
+    """Import the files that add the tasks of T5 and T0 to TASKS and MIXTURES."""
+    from extras import t5_tasks, toys  # noqa: F401
+
+    return t5_tasks
+
+
 def mixture_rates(name: str, cfg: Config, within: tuple = ()) -> dict[str, float]:
     """Return the rate of each task of a mixture. A task of rate 0 is only evaluated."""
     if name not in {**TASKS, **MIXTURES} and ":" not in name:
-        from extras import t5_tasks, toys  # noqa: F401 (they add to TASKS and MIXTURES)
+        load_extras()
     if name not in MIXTURES:
         return {name: 1.0}
     rates, members = Counter(), MIXTURES[name]
@@ -771,8 +789,7 @@ def eval_tasks(cfg: Config) -> list[str]:
 def find_task(name: str, cfg: Config) -> Task:
     """Return a task by name, or that of pairs in a source such as jsonl:a.jsonl."""
     if name not in TASKS and ":" not in name:
-        from extras import t5_tasks, toys  # noqa: F401
-
+        t5_tasks = load_extras()
         if name not in TASKS:
             return t5_tasks.p3_task(name, cfg)
     task = TASKS.get(name, Task(name))
@@ -812,7 +829,7 @@ def full_name(source: str) -> tuple[str, ...]:
 def read_task(name: str, split: str, cfg: Config) -> Iterator[dict]:
     """Yield the formatted rows of a split of a task: none, if it lacks the split."""
     task, files = open_task(name, split, cfg)
-    for formatted, *_ in read_texts(files, task, cfg):
+    for formatted, *_ in read_examples(files, task, cfg):
         yield from formatted
 
 
@@ -829,8 +846,7 @@ def main() -> None:
     options = configs.parse(Options)
     cfg = options.cfg
     if options.list:
-        from extras import t5_tasks, toys  # noqa: F401
-
+        load_extras()
         print("tasks", *TASKS, "mixtures", *MIXTURES, sep="\n  ")
         for name, rate in mixture_rates(cfg.data.task, cfg).items():
             print(f"{name:40}{rate:14,.6g}  {find_task(name, cfg).source}")

@@ -81,7 +81,7 @@ def unigram_loss(batches: list, tokenizer: data.Tokenizer) -> float:
 def split_loss(params, cfg: Config, mesh, name: str, split: str, tokenizer) -> dict:
     """Return the mean losses and the accuracy of all examples of a split."""
     cfg = replace(cfg, train=replace(cfg.train, eval_batches=0))
-    batches = data.held_out(name, split, cfg, tokenizer)
+    batches = data.batches_of_split(name, split, cfg, tokenizer)
     if not batches:
         raise UserError(f"The task {name} has no split {split}.")
     return evaluate_loss(params, cfg, mesh, batches, tokenizer)

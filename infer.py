@@ -35,7 +35,7 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from flax.traverse_util import unflatten_dict
-from jax import Array, NamedSharding, P, lax
+from jax import Array, P, lax
 from jax.experimental import multihost_utils
 from tqdm import tqdm
 
@@ -315,11 +315,11 @@ def generate(
     B = len(inputs)
     if decode.beams:
         N, state = decode.beams, start_beams(B, decode.beams, length)
-        extend, finish = functools.partial(extend_beams, decode=decode), beam_result
+        extend, result = functools.partial(extend_beams, decode=decode), beam_result
     else:
         N = decode.num_return if decode.samples else 1
         rows = jnp.zeros(B, jnp.uint32) if rows is None else rows
-        state, finish = start_outputs(B, N, length), sorted_outputs
+        state, result = start_outputs(B, N, length), sorted_outputs
         extend = functools.partial(append_ids, decode=decode, rows=rows, seed=seed)
     encoded = model.encode(params, cfg, inputs, input_segments)
     cache, fixed = init_cache(params, cfg, encoded, length, N)
@@ -338,7 +338,7 @@ def generate(
         return at + 1, state.ids[:, :, at], state, cache
 
     carry = 0, jnp.full((B, N), data.PAD), state, cache  # PAD is the start token of T5
-    return finish(lax.while_loop(unfinished, decode_position, carry)[2])
+    return result(lax.while_loop(unfinished, decode_position, carry)[2])
 
 
 @jax.jit(static_argnames="cfg", out_shardings=P())
@@ -464,12 +464,14 @@ def open_run(options: configs.Options):
 
 def load_params(cfg: Config, run_dir: str, step: int) -> dict:
     """Return the params of a checkpoint, split over the devices of the mesh."""
-    mesh, table = jax.sharding.get_mesh(), partition.flatten(model.param_table(cfg.model))
-    template = {}
-    for name, p in table.items():
-        sharding = NamedSharding(mesh, partition.spec(p.axes, cfg.mesh.fsdp))
-        like = jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding)
-        template[f"params/{name}"] = like
+    mesh, table = jax.sharding.get_mesh(), model.param_table(cfg.model)
+    splits = partition.flatten(partition.shardings(table, mesh, cfg.mesh.fsdp))
+    template = {
+        f"params/{name}": jax.ShapeDtypeStruct(
+            p.shape, jnp.float32, sharding=splits[name]
+        )
+        for name, p in partition.flatten(table).items()
+    }
     arrays = partition.load_arrays(partition.Checkpoints(run_dir).path(step), template)
     return unflatten_dict(arrays, sep="/")["params"]
 
@@ -484,10 +486,10 @@ def line_example(line: dict, number: int, cfg: Config, tokenizer, mode: str) -> 
         value, size = line.get(side), cfg.model.vocab_size
         if isinstance(value, str):
             (ids,) = tokenizer.encode([value])
-            finished = data.finish(ids, side, data.Task(), cfg.data).tolist()
-            if len(finished) <= len(ids):
+            ended = data.with_eos(ids, side, data.Task(), cfg.data).tolist()
+            if len(ended) <= len(ids):
                 configs.note(f"Some {side} are cut to --data.{side}_length.")
-            return finished
+            return ended
         ids = value if isinstance(value, list) else [None]
         if any(type(i) is not int or not 0 <= i < size for i in ids):
             raise UserError(

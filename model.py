@@ -1,4 +1,4 @@
-"""T5 1.1 as pure functions: parameters, encoder, decoder, logits and loss.
+"""T5 1.1 as functions: parameters, encoder, decoder, logits and loss.
 
 A model is a ModelConfig and a nested dict of float32 arrays. `forward` computes the
 logits of a Batch of token ids, and `loss_fn` computes the training loss.
@@ -33,7 +33,7 @@ from jax import checkpoint_policies as policies
 import configs
 import partition
 from configs import Config, ModelConfig
-from partition import shard, spec
+from partition import is_param, shard, spec
 
 # ---- parameters ------------------------------------------------------------------------
 
@@ -45,11 +45,6 @@ class Param(NamedTuple):
     axes: tuple[str, ...]  # partition.RULES maps a name to the mesh axis that splits it
     init: Literal["ones", "normal", "truncated_normal", "uniform"] = "ones"
     scale: float = 1.0  # the standard deviation, or the bound of "uniform"
-
-
-def is_param(x) -> bool:
-    """For the argument `is_leaf` of jax.tree.map, because a Param is a tuple."""
-    return isinstance(x, Param)
 
 
 def param_table(cfg: ModelConfig) -> dict:
@@ -239,17 +234,9 @@ def dot_product_attention(
     q [B, Q, H, C], k and v [B, K, H, C], mask [B, 1, Q, K]. table [H, R]: the relative
     biases, or None in cross-attention. A query that may attend to no key gets zeros.
     """
-    Q, K = q.shape[1], k.shape[1]
-    # To try another attention on a TPU, edit the end, and set --model.attention xla.
-    on_tpu = partition.platform() == "tpu"
-    if cfg.attention == "kernel" or (cfg.attention == "auto" and on_tpu):
-        from extras import attention_kernel
-
-        if attention_kernel.block_sizes(q.shape, K):
-            return attention_kernel.attend(q, k, v, mask, table, bidirectional, cfg)
     scores = jnp.einsum("bqhc,bkhc->bhqk", q, k, preferred_element_type=jnp.float32)
     if table is not None:
-        bias = position_bias(table, Q, K, bidirectional, cfg)
+        bias = position_bias(table, q.shape[1], k.shape[1], bidirectional, cfg)
         # Add the bias as a product with ones: the gradient of the bias is then a matmul,
         # which is much faster on a CPU than a sum over the batch.
         scores += jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
@@ -268,7 +255,10 @@ def attend_on_mesh(
     q, k, v, mask, cfg: ModelConfig, table=None, bidirectional: bool = False
 ) -> Array:
     """Let each device attend for its own rows and heads, without communication."""
-    local = functools.partial(dot_product_attention, bidirectional=bidirectional, cfg=cfg)
+    compute, on_tpu = dot_product_attention, partition.platform() == "tpu"
+    if cfg.attention == "kernel" or (cfg.attention == "auto" and on_tpu):
+        from extras.attention_kernel import attend as compute  # the same result, faster
+    local = functools.partial(compute, bidirectional=bidirectional, cfg=cfg)
     heads = spec(("batch", None, "heads"))
     in_specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
     sharded = jax.shard_map(local, in_specs=in_specs, out_specs=heads, check_vma=False)
@@ -360,7 +350,7 @@ def run_layers(
     table = param_table(cfg)[stack]["layers"]
     # Cast before the loop, so that the all-gathers of FSDP move half as many bytes.
     weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack]["layers"])
-    depth = len(weights["mlp"]["norm"])
+    depth = len(jax.tree.leaves(weights)[0])
     keys = None if key is None else jax.random.split(key, depth)
 
     def step(x, weights_and_key):

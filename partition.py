@@ -22,10 +22,10 @@ from typing import Any, Callable
 import jax
 import msgpack
 import numpy as np
-from flax.traverse_util import flatten_dict
 from jax import NamedSharding, P
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, get_abstract_mesh
+from jax.tree_util import keystr
 
 import configs
 from configs import Config, UserError
@@ -40,24 +40,15 @@ from configs import Config, UserError
 # - Fully sharded data parallelism (--mesh.fsdp, ZeRO-3 of Rajbhandari et al. 2020) also
 #   splits the stored weights over "data". Each layer gathers its weights before use.
 
-# The name of a dimension, and the mesh axis that splits it (None: it is not split). The
+# The names of the dimensions that are split, and the mesh axis that splits each. The
 # compiler chooses the sharding of all other arrays, and adds the communication.
-RULES = {
-    "batch": "data",
-    "vocab": "model",
-    "heads": "model",
-    "mlp": "model",
-    "embed": None,
-    "layers": None,
-    "buckets": None,
-    None: None,
-}
+RULES = {"batch": "data", "vocab": "model", "heads": "model", "mlp": "model"}
 
 
 def spec(axes: tuple, fsdp: bool = False) -> P:
     """Return the PartitionSpec of an array from the names of its dimensions."""
     rules = RULES | {"embed": "data"} if fsdp else RULES
-    return P(*(rules[axis] for axis in axes))
+    return P(*map(rules.get, axes))
 
 
 def shard(x: jax.Array, *axes) -> jax.Array:
@@ -96,10 +87,19 @@ def platform() -> str:
 def shardings(table: dict, mesh: Mesh, fsdp: bool) -> dict:
     """Return the NamedSharding of each model.Param of a nested dict."""
     return jax.tree.map(
-        lambda param: NamedSharding(mesh, spec(param.axes, fsdp)),
-        table,
-        is_leaf=lambda x: hasattr(x, "axes"),
+        lambda param: NamedSharding(mesh, spec(param.axes, fsdp)), table, is_leaf=is_param
     )
+
+
+def is_param(x: Any) -> bool:
+    """Whether x is a model.Param, a tuple that functions for trees must not enter."""
+    return hasattr(x, "axes")
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by name: {"a": {"b": 1}} becomes {"a/b": 1}."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_param)
+    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
 def put_batch(batch: Any, mesh: Mesh) -> Any:
@@ -204,11 +204,6 @@ def main_process_first(work: Callable) -> Any:
 # A kill or a power failure must never leave a damaged checkpoint that looks complete.
 # Therefore all shard files are on disk before the file `complete` is written. A folder
 # without this file is not a checkpoint.
-
-
-def flatten(tree: dict) -> dict:
-    """Flatten a nested dict: {"a": {"b": 1}} becomes {"a/b": 1}."""
-    return flatten_dict(tree, sep="/")
 
 
 def shard_file(folder: Path, process: int, processes: int) -> Path:

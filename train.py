@@ -145,12 +145,6 @@ def init_state(cfg: Config) -> TrainState:
     return TrainState(jnp.int32(cfg.train.start_step), params, slots)
 
 
-def names_of(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by name, such as {"params/encoder/norm": array}."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
-
-
 def state_template(cfg: Config, mesh: Mesh) -> TrainState:
     """Return the shapes and shardings of a TrainState, without creating arrays.
 
@@ -336,7 +330,7 @@ class Evaluations:
         self.with_metrics = []  # names of the tasks with metrics of generated text
         evaluates = t.eval_every or t.infer_every
         for name in data.eval_tasks(cfg) if evaluates else []:
-            batches = data.held_out(name, "validation", cfg, tokenizer)
+            batches = data.batches_of_split(name, "validation", cfg, tokenizer)
             if not batches:
                 print(f"{name} is not evaluated: it has no held-out examples")
                 continue
@@ -402,15 +396,13 @@ class Evaluations:
 # ---- the start of a run ----------------------------------------------------------------
 
 
-def open_tokenizer(
-    cfg: Config, run_dir: Path, own: Path | None, source: str
-) -> data.Tokenizer:
-    """Return the vocabulary of the run, of the run `source`, or of --data.vocab."""
+def open_tokenizer(cfg: Config, run_dir: Path, resumes: bool, init_from: str):
+    """Return the vocabulary of the run, of the run `init_from`, or of --data.vocab."""
     folder = run_dir
-    if partition.is_main_process() and not own:
-        folder = configs.to_path(configs.run_of(source)) if source else None
+    if partition.is_main_process() and not resumes:
+        folder = configs.run_of(init_from) if init_from else None
     tokenizer = data.load_tokenizer(cfg, folder)
-    facts = configs.load_run(run_dir)[1] if own else {}
+    facts = configs.load_run(run_dir)[1] if resumes else {}
     if tokenizer.sha256 != facts.get("vocabulary", tokenizer.sha256):
         raise UserError(f"{run_dir} has another vocabulary than at its beginning.")
     if partition.is_main_process():
@@ -422,15 +414,15 @@ def load_state(
     cfg: Config, template: TrainState, folder: Path | None, prefix: str
 ) -> TrainState:
     """Load the arrays whose names begin with a prefix. The others get initial values."""
-    wanted = {k: a for k, a in names_of(template).items() if k.startswith(prefix)}
-    arrays = partition.load_arrays(folder, wanted) if folder else {}
-    if len(arrays) < len(jax.tree.leaves(template)):
+    arrays = partition.flatten(template)
+    wanted = {name: a for name, a in arrays.items() if name.startswith(prefix)}
+    loaded = partition.load_arrays(folder, wanted) if folder else {}
+    if len(loaded) < len(arrays):
         shardings = jax.tree.map(lambda a: a.sharding, template)
         initial = jax.jit(partial(init_state, cfg), out_shardings=shardings)()
-        arrays = names_of(initial) | arrays
-    return jax.tree.unflatten(
-        jax.tree.structure(template), [arrays[name] for name in names_of(template)]
-    )
+        arrays = partition.flatten(initial)
+    arrays |= loaded
+    return jax.tree.unflatten(jax.tree.structure(template), arrays.values())
 
 
 class Run(NamedTuple):
@@ -446,54 +438,62 @@ class Run(NamedTuple):
     evaluations: Evaluations
 
 
-def start_run(cfg: Config, run_dir: Path, recipe: str, source: str) -> Run:
-    """Start a run, or resume it from its newest checkpoint.
+def find_start(cfg: Config, run_dir: Path, init_from: str) -> tuple:
+    """Return (resumed, folder, step, prefix): where a run begins, and what it loads.
 
-    recipe: the value of --config, of which the run keeps a copy if it is a file.
-    source: the run or the checkpoint with whose weights a new run starts, or "".
+    A run resumes from its newest checkpoint, `resumed`. Or it is new, with random weights,
+    or with those of `init_from`, whose step and optimizer it takes with --train.restore
+    all. Of the checkpoint in `folder`, the arrays with this prefix are loaded.
     """
-    t = cfg.train
-    for name in data.eval_tasks(cfg):
-        data.find_task(name, cfg)  # An unknown task must not stop a run hours later.
-    # A run has a checkpoint of its own, from which it resumes. Or it is new, with random
-    # weights, or with the weights of `source`, whose step and optimizer it takes with
-    # --train.restore all.
-    own = partition.newest_checkpoint(run_dir)
-    folder = own or (partition.newest_checkpoint(source) if source else None)
-    if source and not folder:
-        raise UserError(f"{source} is neither a checkpoint nor a run with checkpoints.")
-    resumes = own or (source and t.restore == "all")
-    step = int(folder.name[5:]) if resumes else t.start_step
-    if not own and step >= t.steps:
+    t, resumed = cfg.train, partition.newest_checkpoint(run_dir)
+    folder = resumed or (partition.newest_checkpoint(init_from) if init_from else None)
+    if init_from and not folder:
+        raise UserError(f"{init_from} is no checkpoint, and no run that has one.")
+    step, prefix = t.start_step, "params/"
+    if resumed or (init_from and t.restore == "all"):
+        step, prefix = int(folder.name[5:]), ""
+    if not resumed and step >= t.steps:
         raise UserError(
             f"A new run at step {step} needs --train.steps above {step}, not {t.steps}."
         )
     if t.start_step and not folder:
         raise UserError("Add --init_from RUN, or --train.start_step 0 without it.")
+    return resumed, folder, step, prefix
+
+
+def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
+    """Start a run, or resume it from its newest checkpoint.
+
+    recipe: the value of --config, of which the run keeps a copy if it is a file.
+    init_from: the run or the checkpoint with whose weights a new run starts, or "".
+    """
+    for name in data.eval_tasks(cfg):
+        data.find_task(name, cfg)  # An unknown task must not stop a run hours later.
+    resumed, folder, step, prefix = find_start(cfg, run_dir, init_from)
     mesh = partition.set_mesh(cfg)
     template, lowered = lower_step(cfg, mesh)
     print(f"model    {model.describe_model(cfg)}")
-    print(
-        f"devices  {mesh.size} x {mesh.devices.flat[0].device_kind}, {dict(mesh.shape)}"
-    )
+    kind = mesh.devices.flat[0].device_kind
+    print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
     print(f"start    step {step:,}, {folder or 'random weights'}")
     tokenizer = partition.main_process_first(
-        lambda: open_tokenizer(cfg, run_dir, own, source)
+        lambda: open_tokenizer(cfg, run_dir, bool(resumed), init_from)
     )
-    batches = data.Batches(cfg, tokenizer, partition.read_state(own) if own else None)
+    place = partition.read_state(resumed) if resumed else None
+    batches = data.Batches(cfg, tokenizer, place)
     partition.check_same((tokenizer.sha256, batches.files))
     if partition.is_main_process():
-        facts = {"vocabulary": tokenizer.sha256, "init_from": source}
+        facts = {"vocabulary": tokenizer.sha256, "init_from": init_from}
         configs.save_run(cfg, run_dir, **facts)
         if recipe.endswith(".py"):
             configs.write_file(run_dir / "recipe.py", Path(recipe).read_text())
     with ThreadPoolExecutor(1) as thread:  # Compile while the state is loaded.
         compiling = thread.submit(lowered.compile)
-        state = load_state(cfg, template, folder, "" if resumes else "params/")
+        state = load_state(cfg, template, folder, prefix)
         program = compiling.result()
-    log, checkpoints = Log(run_dir, step), partition.Checkpoints(run_dir, t.keep)
+    log, checkpoints = Log(run_dir, step), partition.Checkpoints(run_dir, cfg.train.keep)
     evaluations = Evaluations(cfg, mesh, tokenizer, log, checkpoints)
-    if own:  # A kill may have prevented the evaluations of this checkpoint.
+    if resumed:  # A kill may have prevented the evaluations of this checkpoint.
         evaluations(step, state.params)
     return Run(mesh, program, state, step, batches, log, checkpoints, evaluations)
 
@@ -544,7 +544,7 @@ def loop(cfg: Config, run: Run) -> int:
             run.checkpoints.finish()  # completes the previous save
             if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
                 raise UserError(
-                    f"Step {step:,}: the loss, a gradient or the rate is infinite or NaN. "
+                    f"At step {step:,}, a loss, gradient or rate is infinite or NaN. "
                     f"Start another run with a lower --train.learning_rate."
                 )
         if logs:
@@ -564,7 +564,7 @@ def loop(cfg: Config, run: Run) -> int:
             )
         if saves:
             run.log.sync()
-            run.checkpoints.save(names_of(state), step, run.batches.state)
+            run.checkpoints.save(partition.flatten(state), step, run.batches.state)
         if stops:
             break
         evaluated = run.evaluations(step, state.params)
@@ -575,12 +575,11 @@ def loop(cfg: Config, run: Run) -> int:
     return step
 
 
-def train(cfg: Config, run_dir: Path, recipe: str = "", source: str = "") -> None:
+def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> None:
     """Train a model, and write all results to the folder of the run."""
-    step = loop(cfg, start_run(cfg, run_dir, recipe, source))
-    print(
-        f"{'done' if step >= cfg.train.steps else 'stopped'} at step {step:,}: {run_dir}"
-    )
+    step = loop(cfg, start_run(cfg, run_dir, recipe, init_from))
+    ending = "done" if step >= cfg.train.steps else "stopped"
+    print(f"{ending} at step {step:,}: {run_dir}")
 
 
 # ---- the command -----------------------------------------------------------------------
@@ -593,30 +592,38 @@ class Options(configs.Options):
 
 
 def parse(argv: list[str] | None = None) -> Options:
-    """Parse the flags. A run with a checkpoint is resumed, if its settings allow it."""
+    """Parse the flags. From the weakest to the strongest, the settings are those of
+
+    1. --config, or else config.json of the run, or else the recipe tiny,
+    2. --init_from, or else what the run began with: network and vocabulary,
+    3. the other flags.
+
+    A run with a checkpoint then refuses every difference that is not in CHANGEABLE.
+    """
     flags = configs.first_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
     path = configs.to_path(run_dir)
     resumes = any(path.glob("checkpoints/step_*/complete"))
-    stored, source = None, flags.init_from
-    # A run without checkpoints has only settings, which --run_dir without --config takes.
-    settings_only = flags.run_dir and not flags.config and (path / "config.json").exists()
-    if resumes or settings_only:
+    stored, init_from = None, flags.init_from
+    # Of a run without a checkpoint, --run_dir alone takes the settings.
+    alone = flags.run_dir and not flags.config and (path / "config.json").exists()
+    if resumes or alone:
         stored, facts = configs.load_run_and_tasks(run_dir, flags.config)
-        source = source or facts["init_from"]
-    if resumes and source != facts["init_from"]:
+        init_from = init_from or facts["init_from"]
+    if resumes and init_from != facts["init_from"]:
         raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
     use_recipe = flags.config or not stored
     cfg = configs.load_recipe(flags.config or "tiny") if use_recipe else stored
-    if source:
-        origin = stored if resumes else configs.load_run(configs.run_of(source))[0]
+    if init_from:
+        origin = stored if resumes else configs.load_run(configs.run_of(init_from))[0]
         cfg = configs.with_weights_of(cfg, origin)
-    options = configs.change_settings(Options(cfg, flags.config, run_dir, source), argv)
+    options = Options(cfg, flags.config, run_dir, init_from)
+    options = configs.change_settings(options, argv)
     if resumes:
         configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
-    elif source:
+    elif init_from:
         wanted = configs.with_weights_of(options.cfg, origin)
-        configs.refuse_differences(options.cfg, wanted, [], source)
+        configs.refuse_differences(options.cfg, wanted, [], init_from)
     return options
 
 

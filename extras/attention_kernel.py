@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
 from configs import ModelConfig
-from model import position_bias
+from model import dot_product_attention, position_bias
 
 # The most scores (rows * heads * queries * keys) that fit into on-chip memory.
 MAX_SCORES = 1 << 19
@@ -220,6 +220,8 @@ attend_in_blocks.defvjp(forward, backward)
 def attend(q, k, v, mask, table, bidirectional: bool, cfg: ModelConfig) -> Array:
     """Compute what model.dot_product_attention computes, with its arguments."""
     (B, Q, H, C), K = q.shape, k.shape[1]
+    if not block_sizes(q.shape, K):
+        return dot_product_attention(q, k, v, mask, table, bidirectional, cfg)
     q, k, v = (x.reshape(B, -1, H * C) for x in (q, k, v))
     bias = None
     if table is not None:

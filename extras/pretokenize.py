@@ -50,7 +50,7 @@ def tokenize_file(number: int, options: Options) -> None:
     names = ["inputs", "targets"] if is_pair else ["text"]
     schema = pyarrow.schema({name: pyarrow.list_(pyarrow.int32()) for name in names})
     path = f"{options.output}/{options.split}-{number:05}-of-{len(files):05}.parquet"
-    texts = data.read_texts([files[number]], task, options.cfg)
+    texts = data.read_examples([files[number]], task, options.cfg)
     with fsspec.open(path, "wb", auto_mkdir=True) as file:
         with pyarrow.parquet.ParquetWriter(file, schema) as writer:
             while part := list(islice(texts, 1000)):

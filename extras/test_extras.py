@@ -55,18 +55,17 @@ def test_the_attention_kernel_equals_the_equation(
     weight = np.random.default_rng(1).standard_normal(q.shape)
 
     def values_and_gradients(attention):
-        cfg = change(model=dict(attention=attention)).model
-
         def total(q, k, v, table):
             biases = table if bidirectional is not None else None
-            out = model.dot_product_attention(q, k, v, mask, biases, bidirectional, cfg)
+            out = attention(q, k, v, mask, biases, bidirectional, SMALL.model)
             return jnp.sum(out * weight), out
 
         return jax.jit(jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True))(
             q, k, v, table
         )
 
-    assert_close(values_and_gradients("kernel"), values_and_gradients("xla"))
+    expected = values_and_gradients(model.dot_product_attention)
+    assert_close(values_and_gradients(attention_kernel.attend), expected)
 
 
 def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
@@ -303,9 +302,9 @@ def test_tasks_of_t0_have_no_eos_in_inputs_and_lose_it_in_long_targets(p3):
     cfg = change(data=dict(task="t0_train", source=f"seqio:{p3}", targets_length=4))
     task = data.find_task("imdb_a", cfg)
     assert task.source == f"seqio:{p3}/imdb_a"
-    assert data.finish([5, 6], "inputs", task, cfg.data).tolist() == [5, 6]
-    assert data.finish([5, 6], "targets", task, cfg.data).tolist() == [5, 6, 1]
-    assert data.finish([5, 6, 7, 8], "targets", task, cfg.data).tolist() == [5, 6, 7, 8]
+    assert data.with_eos([5, 6], "inputs", task, cfg.data).tolist() == [5, 6]
+    assert data.with_eos([5, 6], "targets", task, cfg.data).tolist() == [5, 6, 1]
+    assert data.with_eos([5, 6, 7, 8], "targets", task, cfg.data).tolist() == [5, 6, 7, 8]
     with pytest.raises(UserError, match="imdb_x"):
         data.find_task("imdb_x", cfg)
 
