@@ -1087,11 +1087,8 @@ MESHES = [dict(), dict(fsdp=True), dict(model=2, fsdp=True), dict(model=4)]
 def template_of(cfg, devices=8):
     """Return {name: shape and sharding} of the parameters on a new mesh."""
     mesh = partition.set_mesh(cfg, jax.devices()[:devices])
-    return {
-        name: a
-        for name, a in partition.flatten(train.state_template(cfg, mesh)).items()
-        if name.startswith("params/")
-    }
+    arrays = partition.flatten(train.state_template(cfg, mesh))
+    return {name: a for name, a in arrays.items() if name.startswith("params/")}
 
 
 def random_arrays(template, seed=0):
