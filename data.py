@@ -333,13 +333,15 @@ def with_eos(ids, side: str, task: Task, data: DataConfig) -> np.ndarray:
 def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     """Return a row for each example, whose sizes [N, 2] are its inputs and its targets.
 
-    As many rows as all tokens fill are open at first. The longest example begins. It goes
-    where the shares of free inputs and of free targets in a row then differ least.
+    All rows are open at first. The longest example begins. It goes where the shares of
+    free inputs and of free targets in a row then differ least.
     """
     share = sizes / np.array(limits)
-    row, rows = np.zeros(len(sizes), int), int(np.ceil(sizes.sum(0) / limits).max())
+    row = np.zeros(len(sizes), int)
+    rows = int(np.ceil(sizes.sum(axis=0) / limits).max())  # as many as all tokens fill
     free = np.tile(limits, (len(sizes), 1)).T  # [2, N]: at most a row for each example
-    more, difference = share[:, 0] - share[:, 1], np.zeros(len(sizes))
+    more = share[:, 0] - share[:, 1]
+    difference = np.zeros(len(sizes))  # of each row: free inputs minus free targets
     for i in np.argsort(-share.sum(axis=1), kind="stable").tolist():
         fits = (free[0, :rows] >= sizes[i, 0]) & (free[1, :rows] >= sizes[i, 1])
         k = np.where(fits, np.abs(difference[:rows] - more[i]), np.inf).argmin()

@@ -38,7 +38,8 @@ from configs import METRICS, Config, UserError
 @jax.jit(static_argnames="cfg")
 def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> dict:
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
-    x, real = model.decoder_output(params, batch, cfg.model), batch.target_segments > 0
+    x = model.decoder_output(params, batch, cfg.model)
+    real = batch.target_segments > 0
     _, sums = model.loss_sums(params, x, batch.targets, real, cfg)
     _, content = model.loss_sums(params, x, batch.targets, is_content, cfg)
     sums["content_loss"] = content["cross_ent_loss"]
@@ -259,7 +260,8 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
     if num_classes > 2:
         f1 = f1_score(correct, chosen, average="macro", **options)
         return metrics | {f"mean_{num_classes}class_f1": percent(f1)}
-    correct, weighted = correct[:, 1], {"sample_weight": weights}
+    correct = correct[:, 1]
+    weighted = {"sample_weight": weights}
     probability = special.softmax(scores, axis=1)[:, 1]
     return metrics | {
         "f1": percent(f1_score(correct, chosen[:, 1], **options)),

@@ -452,7 +452,8 @@ def open_run(options: configs.Options):
     """Start JAX, and return (Config, mesh, tokenizer) of --run_dir."""
     if not options.run_dir:
         raise UserError("Name the run that has the model: --run_dir DIR.")
-    cfg, (_, facts) = options.cfg, configs.load_run(options.run_dir)
+    cfg = options.cfg
+    _, facts = configs.load_run(options.run_dir)
     partition.start_jax(cfg)
     shared = replace(cfg, distributed=DistributedConfig())
     partition.check_same(replace(options, cfg=shared))
@@ -505,7 +506,8 @@ def line_example(line: dict, number: int, cfg: Config, tokenizer, mode: str) -> 
 
 def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
     """Yield (line, Example) for each line of --input that belongs to --shard."""
-    cfg, (kind, _, name) = options.cfg, options.input.partition(":")
+    cfg = options.cfg
+    kind, _, name = options.input.partition(":")
     index, count = map(int, options.shard.split("/"))
     if not 0 <= index < count:
         raise UserError(f"--shard {options.shard} is none of 0/{count}, 1/{count}, …")

@@ -255,7 +255,8 @@ def attend_on_mesh(
     q, k, v, mask, cfg: ModelConfig, table=None, bidirectional: bool = False
 ) -> Array:
     """Let each device attend for its own rows and heads, without communication."""
-    compute, on_tpu = dot_product_attention, partition.platform() == "tpu"
+    compute = dot_product_attention
+    on_tpu = partition.platform() == "tpu"
     if cfg.attention == "kernel" or (cfg.attention == "auto" and on_tpu):
         from extras.attention_kernel import attend as compute  # the same result, faster
     local = functools.partial(compute, bidirectional=bidirectional, cfg=cfg)

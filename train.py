@@ -491,7 +491,8 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
         compiling = thread.submit(lowered.compile)
         state = load_state(cfg, template, folder, prefix)
         program = compiling.result()
-    log, checkpoints = Log(run_dir, step), partition.Checkpoints(run_dir, cfg.train.keep)
+    log = Log(run_dir, step)
+    checkpoints = partition.Checkpoints(run_dir, cfg.train.keep)
     evaluations = Evaluations(cfg, mesh, tokenizer, log, checkpoints)
     if resumed:  # A kill may have prevented the evaluations of this checkpoint.
         evaluations(step, state.params)
