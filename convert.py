@@ -419,8 +419,8 @@ def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndar
     """Leave one copy of the embedding, and an output layer only if the model is untied.
 
     A tied model of plain T5 scales its logits by d_model^-0.5, an untied one does not.
-    Versions 4 and 5 of transformers read tie_word_embeddings differently: in version 5,
-    it only says whether the logits are scaled, and scale_decoder_outputs overrides it.
+    tie_word_embeddings means the same in version 4 of transformers. In version 5, whose
+    rule counts, it is only the scale (not of mT5), which scale_decoder_outputs overrides.
     """
     copies = [f"{stack}embed_tokens.weight" for stack in ("encoder.", "decoder.")]
     # T5 1.0 was published with a table that its cross-attention does not use.

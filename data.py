@@ -187,7 +187,7 @@ def raw_length(data: DataConfig) -> int:
 
 
 def random_bits(count: int, *key: int) -> np.ndarray:
-    """Return random integers of 64 bits: in all versions of NumPy those of the key."""
+    """Return random integers of 64 bits, which depend only on the key."""
     return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
 
 
@@ -245,8 +245,8 @@ def span_corruption(documents: list, tokenizer: Tokenizer, data: DataConfig, *ke
                 f"--data.mean_span_length, or use the task prefix_lm."
             )
         sides = corrupt_spans(tokens, tokenizer.sentinel, data, *key)
-        for i, inputs, targets in zip(here, *sides):
-            examples[i] = inputs, targets
+        for i, example in zip(here, zip(*sides)):
+            examples[i] = example
     return examples
 
 
@@ -333,8 +333,8 @@ def with_eos(ids, side: str, task: Task, data: DataConfig) -> np.ndarray:
 def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     """Return a row for each example, whose sizes [N, 2] are its inputs and its targets.
 
-    All rows are open at first. The longest example begins. It goes where the shares of
-    free inputs and of free targets in a row then differ least.
+    The longest example begins. It gets the open row with space whose free shares of both
+    sides then differ least, or a new row.
     """
     share = sizes / np.array(limits)
     row = np.zeros(len(sizes), int)
@@ -385,8 +385,8 @@ def pad_batch(inputs: list, targets: list, *limits: int) -> Batch:
 
 
 # ---- batches ---------------------------------------------------------------------------
-# source -> windows -> PART examples at once -> PACKED rows -> batches. Examples of a window
-# and rows are shuffled. A checkpoint has the Place of each task, and the next row.
+# source -> windows -> PART examples at once -> PACKED rows -> batches. The examples of a
+# window and the rows are shuffled. A checkpoint has a Place of each task, and the next row.
 
 ORDER, NOISE, ROWS = range(3)  # uses of random bits: no two uses have equal keys
 FIRST_WINDOW = 1 << 20  # characters, few for a fast start; in mixtures even fewer
@@ -400,7 +400,7 @@ class Place(NamedTuple):
 
     If its windows have three documents of one file, in the order d2 d3 d1, the places are
     Place(used=1, count=1) after d2 (a restart reads all three again, and skips d2),
-    Place(0, 1, 0, 3, 0, 3) at the next window, which begins after document 3 of file 0,
+    Place(window=1, number=3, count=3) at the next one, after document 3 of file 0,
     and Place(1, count=9) at the next epoch, if there are three windows.
     """
 
@@ -426,7 +426,8 @@ def read_windows(task, files, tokenizer, cfg, first: int, place: Place) -> Itera
 def stream(name, task, tokenizer, cfg, read, ahead, place: Place) -> Iterator:
     """Yield (example, Place after it) of a task, shuffled; (None, Place) ends an epoch.
 
-    `ahead` is the future window at `place`, and read() starts to read the next one.
+    `ahead`: a Future of the window at `place`; read() returns that of the next window. A
+    restart makes the last PART again, with the same noise, and skips its used examples.
     """
     while True:
         documents, end = ahead.result()

@@ -210,8 +210,8 @@ def answer_choices(name: str, task: data.Task, number: int, row: dict) -> list[d
     if target not in simple or len(set(simple)) < len(simple):
         raise UserError(
             f"Example {number} of {name}: the target {row['targets']!r} must be one of "
-            f"its choices, and these must differ. The field answer_choices or the choices "
-            f"of the task are {texts}."
+            f"its choices, and these must differ. The field answer_choices or those of the "
+            f"task are {texts}."
         )
     choices = []
     for i, text in enumerate(texts):

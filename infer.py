@@ -269,9 +269,8 @@ def extend_beams(state: Beams, log_probs: Array, at, *, decode: DecodeConfig) ->
 
     live_scores, live = lax.top_k(scores + jnp.where(ends, MASKED, 0.0), N)
     live_parents = take(parents, live)
-    # Until now, a new beam has the keys of its parent. From now on, it has its own.
-    ancestors = take(state.ancestors, live_parents).at[:, :, at].set(live_parents)
-    ancestors = ancestors.at[:, :, at + 1].set(jnp.arange(N))
+    # A new beam reads what its parent read, then its own keys. JAX ignores at + 1 == T.
+    ancestors = take(state.ancestors, live_parents).at[:, :, at + 1].set(jnp.arange(N))
 
     ended_scores = scores / length_penalty(at + 1.0, decode)
     ended_scores += jnp.where(ends, 0.0, MASKED)

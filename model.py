@@ -153,8 +153,8 @@ def rms_norm(x: Array, scale: Array) -> Array:
 def dropout(x: Array, rate: float, key: Array | None, axis: int | None = 1) -> Array:
     """Set random entries of x to zero. Without a PRNG key, return x unchanged.
 
-    All positions of `axis` share one mask. T5 drops the same channels [B, 1, D] at all
-    positions of a row, except at the end of the encoder (axis=None).
+    The mask has size 1 on `axis`. T5 drops the same channels [B, 1, D] at all positions
+    of a row, except at the end of the encoder, where each entry has its own (axis=None).
     """
     if key is None or rate == 0:
         return x
@@ -240,7 +240,7 @@ def dot_product_attention(
         # Add the bias as a product with ones: the gradient of the bias is then a matmul,
         # which is much faster on a CPU than a sum over the batch.
         scores += jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
-    scores = jnp.where(mask, scores, -1e10)
+    scores = jnp.where(mask, scores, -1e10)  # so far below -1e9 that all weights are 0
     # The softmax is weights / z. Divide after the matmul, where the array is smaller.
     largest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e9)
     weights = jnp.exp(scores - lax.stop_gradient(largest))
@@ -334,7 +334,7 @@ REMAT = {
 
 
 def gather_weights(table: dict, w: dict) -> dict:
-    """Gather the weights of one layer, which FSDP splits over the mesh axis "data".
+    """Gather the weights of one layer: `shard` asks for their splits without FSDP.
 
     table: the Params of all layers, whose first axis is that of the layers.
     """

@@ -272,7 +272,7 @@ def read_head(folder: Path) -> tuple[dict[str, list], Any]:
         for header in head["shards"]:
             place = {"file": path, "offset": unpacker.tell() + header["offset"]}
             found.setdefault(header["name"], []).append(header | place)
-    return found, json.loads(head["state"])
+    return found, json.loads(head["state"])  # which all files have
 
 
 def read_state(folder: Path) -> Any:
@@ -396,7 +396,7 @@ class Checkpoints:
             for process in range(count):  # An error here: not all see the same folder.
                 shard_file(self.path(step), process, count).stat()
             configs.write_file(self.path(step) / "complete", str(count))
-            kept = self.steps()[-self.keep :] + self.best()
+            kept = self.steps()[-self.keep :] + self.best()  # keep 0: [-0:] is all
             for path in set(self.folders()) - set(map(self.path, kept)):
                 # Without `complete`, a folder that is half deleted does not count.
                 (path / "complete").unlink(missing_ok=True)

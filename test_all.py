@@ -2833,6 +2833,18 @@ def test_a_signal_saves_and_stops_after_the_current_step(tmp_path, quiet, monkey
     assert metric_lines(tmp_path / "straight") == metric_lines(tmp_path / "stopped")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_the_first_signal_stops_after_a_step_and_the_second_kills(number):
+    handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
+    received = train.stop_signals()
+    assert not train.must_stop(1, received)
+    os.kill(os.getpid(), number)
+    assert train.must_stop(2, received)
+    assert signal.getsignal(number) == signal.SIG_DFL
+    for n, handler in handlers.items():
+        signal.signal(n, handler)
+
+
 @pytest.mark.parametrize("metric, best", [("loss", 3), ("accuracy", 2)])
 def test_the_best_checkpoint_is_kept(tmp_path, quiet, monkeypatch, metric, best):
     """The lowest loss is the best, and the highest accuracy. Only saved steps count."""

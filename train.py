@@ -397,7 +397,7 @@ class Evaluations:
 
 
 def open_tokenizer(cfg: Config, run_dir: Path, resumes: bool, init_from: str):
-    """Return the vocabulary of the run, of the run `init_from`, or of --data.vocab."""
+    """Return the vocabulary. Process 0 of a new run saves it; the others read that."""
     folder = run_dir
     if partition.is_main_process() and not resumes:
         folder = configs.run_of(init_from) if init_from else None
@@ -441,9 +441,9 @@ class Run(NamedTuple):
 def find_start(cfg: Config, run_dir: Path, init_from: str) -> tuple:
     """Return (resumed, folder, step, prefix): where a run begins, and what it loads.
 
-    A run resumes from its newest checkpoint, `resumed`. Or it is new, with random weights,
-    or with those of `init_from`, whose step and optimizer it takes with --train.restore
-    all. Of the checkpoint in `folder`, the arrays with this prefix are loaded.
+    A run resumes from its newest checkpoint, `resumed`. Or it is new, with random
+    weights, or with those of `init_from`, whose step and optimizer it takes with
+    --train.restore all. Of the checkpoint in `folder`, arrays with this prefix are loaded.
     """
     t, resumed = cfg.train, partition.newest_checkpoint(run_dir)
     folder = resumed or (partition.newest_checkpoint(init_from) if init_from else None)
@@ -596,7 +596,7 @@ def parse(argv: list[str] | None = None) -> Options:
     """Parse the flags. From the weakest to the strongest, the settings are those of
 
     1. --config, or else config.json of the run, or else the recipe tiny,
-    2. --init_from, or else what the run began with: network and vocabulary,
+    2. network and vocabulary of --init_from, which a run with a checkpoint remembers,
     3. the other flags.
 
     A run with a checkpoint then refuses every difference that is not in CHANGEABLE.
@@ -606,7 +606,7 @@ def parse(argv: list[str] | None = None) -> Options:
     path = configs.to_path(run_dir)
     resumes = any(path.glob("checkpoints/step_*/complete"))
     stored, init_from = None, flags.init_from
-    # Of a run without a checkpoint, --run_dir alone takes the settings.
+    # A run killed before its first checkpoint gives its settings, if no --config does.
     alone = flags.run_dir and not flags.config and (path / "config.json").exists()
     if resumes or alone:
         stored, facts = configs.load_run_and_tasks(run_dir, flags.config)
