@@ -177,7 +177,7 @@ def check_same(value: Any) -> None:
     if len(np.unique(multihost_utils.process_allgather(digest))) > 1:
         raise UserError(
             "The processes of this run have different settings or files: start the same "
-            "command on all machines, with the same vocabulary and data."
+            "command on all machines, with the same vocabulary, data and checkpoints."
         )
 
 
@@ -314,6 +314,7 @@ def load_arrays(folder: Path, template: dict) -> dict[str, jax.Array]:
     template: {name: ShapeDtypeStruct with a sharding}, for some arrays or for all.
     """
     stored, _ = read_head(folder)
+    check_same([header["crc32"] for headers in stored.values() for header in headers])
     others = [x for x in stored if x.startswith("params/") and x not in template]
     if others:
         raise UserError(

@@ -662,16 +662,6 @@ def test_lesson_a_restart_continues_with_the_same_batches(
             assert again.state == states[k + 1]
 
 
-def test_a_batch_is_a_part_of_an_order_of_rows(mixture):
-    """So batches of another size, on any number of devices, hold the same rows."""
-    small, large = (
-        data.Batches(change(mixture, train=dict(batch_size=n)), TOKENIZER)
-        for n in (3, 12)
-    )
-    rows = data.Batch(*map(np.concatenate, zip(*itertools.islice(small, 4))))
-    assert_equal(rows, next(large))
-
-
 def test_the_seed_and_the_epoch_choose_order_and_spans(tmp_path):
     (tmp_path / "a.txt").write_text("a text of one row, in each epoch with other spans")
     source = dict(source=f"text:{tmp_path}/a.txt", validation_source="x:")
@@ -2525,9 +2515,7 @@ def test_the_command_evaluates_the_tasks_of_another_recipe_file(byte_run, tmp_pa
     write_jsonl(tmp_path / "rows.jsonl", rows)
     run = shutil.copytree(byte_run, tmp_path / "run")
     (damaged,) = (run / "checkpoints/step_00000001").glob("*.msgpack")
-    content = bytearray(damaged.read_bytes())
-    content[-5] ^= 1
-    damaged.write_bytes(content)
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
     flags = "--run_dir", run, "--config", tmp_path / "own.py", "--tasks", "own"
     script = HERE / "evaluate.py"
     outputs = "--csv", "table.csv", "--plot", "curves.png"
