@@ -13,7 +13,6 @@ import functools
 import json
 import math
 import os
-import runpy
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -254,11 +253,13 @@ def load_recipe(name: str) -> Config:
             raise UserError(f"There is no recipe {name}, but {', '.join(recipes)}.")
         return t5_tasks.RECIPES[name]
     sys.path.insert(0, str(Path(name).resolve().parent))  # It may import its neighbors.
-    program = runpy.run_path(name)
+    program = {"__name__": "recipe"}
+    exec(compile(to_path(name).read_text(), name, "exec"), program)
     for table in ("TASKS", "MIXTURES", "METRICS"):
         globals()[table].update(program.get(table, {}))
-    own = program.get("VOCABULARY", VOCABULARY)  # It may have come with an import of *.
-    VOCABULARY[:] = [] if own is VOCABULARY else [own]
+    vocabulary = program.get("VOCABULARY", VOCABULARY)
+    if vocabulary is not VOCABULARY:  # which `from configs import *` brings along
+        VOCABULARY[:] = [vocabulary]
     return program["CONFIG"]
 
 
@@ -386,9 +387,11 @@ def load_run(run_dir: str) -> tuple[Config, dict]:
 
 
 def load_run_and_tasks(run_dir: str, recipe: str = "") -> tuple[Config, dict]:
-    """Load a run, and the tasks of its recipe file, or those of another recipe file."""
+    """Load a run, the tasks of its recipe file, and those of another recipe file."""
+    sys.path.insert(0, str(Path(recipe).resolve().parent))  # for imports of its copy
     own = to_path(run_dir) / "recipe.py"
-    recipe = recipe or (str(own) if own.exists() else "")
+    if own.exists():
+        load_recipe(str(own))
     if recipe.endswith(".py"):
         load_recipe(recipe)
     return load_run(run_dir)

@@ -451,7 +451,9 @@ def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndar
         )
     tied_4 = config.get("tie_word_embeddings", not is_mt5)  # in version 4
     if scaled != tied_4 or tied_4 and not is_equal:
-        print("Versions 4 and 5 of transformers compute different logits of this model.")
+        print(
+            "This model gets the logits of version 5 of transformers, not of version 4."
+        )
     if not (is_equal and scaled):
         rest["lm_head.weight"] = head * np.float32(head.shape[1] ** -0.5 if scaled else 1)
     return rest
@@ -504,8 +506,8 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     others = generation.keys() - SPECIAL - {"_from_model_config", "transformers_version"}
     if others:
         print(
-            f"generation_config.json is not converted. It sets "
-            f"{', '.join(sorted(others))}: give infer.py such --decode flags."
+            f"generation_config.json is not converted: it sets "
+            f"{', '.join(sorted(others))}. See the --decode flags of infer.py."
         )
     return arrays, cfg
 

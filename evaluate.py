@@ -145,13 +145,20 @@ def result_lines(task: data.Task, rows: list, targets: list, outputs: list) -> l
     return lines
 
 
+def metric_functions(task: data.Task) -> list:
+    """Return the metrics of a task, or accuracy if it has none."""
+    found = [METRICS.get(x, x) for x in task.metrics or ("accuracy",)]
+    if unknown := [x for x in found if isinstance(x, str)]:
+        raise UserError(f"There is no metric {unknown}, but {', '.join(METRICS)}.")
+    return found
+
+
 def compute_metrics(task: data.Task, lines: list[dict]) -> dict:
     """Return the metrics of a task, such as {"accuracy": 50.0}."""
     targets = [line["target"] for line in lines]
     predictions = [line["prediction"] for line in lines]
     metrics = {}
-    for metric in task.metrics or ("accuracy",):
-        function = METRICS[metric] if isinstance(metric, str) else metric
+    for function in metric_functions(task):
         found = function(targets, predictions)
         if twice := metrics.keys() & found.keys():
             raise UserError(f"Two metrics of a task have the name {twice}.")
@@ -209,7 +216,7 @@ def answer_choices(name: str, task: data.Task, number: int, row: dict) -> list[d
     target, *simple = [str(x).strip().casefold() for x in (row["targets"], *texts)]
     if target not in simple or len(set(simple)) < len(simple):
         raise UserError(
-            f"Example {number} of {name}: the target {row['targets']!r} must be one of "
+            f"Example {number + 1} of {name}: the target {row['targets']!r} must be one of "
             f"its choices, and these must differ. The field answer_choices or those of the "
             f"task are {texts}."
         )
@@ -528,7 +535,8 @@ def main() -> None:
                 metrics, lines = rank(*args, options.normalize)
             else:
                 metrics, lines = split_loss(*args), []
-            print(f"{name}, {options.split}, step {step:,}, {mode}")
+            count = f" of {len(lines):,} examples" if lines else ""
+            print(f"{name}, {options.split}, step {step:,}, {mode}{count}")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             if partition.is_main_process():

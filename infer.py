@@ -493,7 +493,7 @@ def line_example(line: dict, number: int, cfg: Config, tokenizer, mode: str) -> 
         ids = value if isinstance(value, list) else [None]
         if any(type(i) is not int or not 0 <= i < size for i in ids):
             raise UserError(
-                f"Example {number} needs {side}: a text, or a list of ids from 0 to "
+                f"Example {number + 1} needs {side}: a text, or a list of ids from 0 to "
                 f"{size - 1}. It has {str(line)[:200]}."
             )
         if [*filter(None, value)][-1:] != [data.EOS]:
@@ -606,7 +606,7 @@ def run_texts(texts: Iterable[str], params, options: "Options", mesh, tokenizer)
         ((outputs, scores),) = run_examples(params, options.cfg, mesh, [example])
         for ids, score in zip(outputs, scores):
             answer = tokenizer.decode(ids).replace("\n", " ")
-            if "<extra_id_" in text and not options.raw:
+            if "<extra_id_" in text and "<extra_id_" in answer and not options.raw:
                 answer = fill_blanks(example.inputs, ids, tokenizer)
             score = f"{score:.4f}\t" if options.cfg.decode.return_all else ""
             print(f"{score}{answer}", flush=True)

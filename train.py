@@ -386,7 +386,8 @@ class Evaluations:
             if line["step"] in saved and not math.isnan(line.get(metric, math.nan))
         }
         if not values:
-            tqdm.write(f"--train.keep_best: no checkpoint has a value of {metric} so far")
+            names = {name for line in self.log.lines for name in line if "_eval/" in name}
+            tqdm.write(f"--train.keep_best: no checkpoint has {metric}, but {names}")
             return
         choose = min if evaluate.lower_is_better(metric) else max
         best = choose(values, key=values.get)
@@ -468,7 +469,8 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
     init_from: the run or the checkpoint with whose weights a new run starts, or "".
     """
     for name in data.eval_tasks(cfg):
-        data.find_task(name, cfg)  # An unknown task must not stop a run hours later.
+        # An unknown task or metric must not stop a run hours later.
+        evaluate.metric_functions(data.find_task(name, cfg))
     resumed, folder, step, prefix = find_start(cfg, run_dir, init_from)
     mesh = partition.set_mesh(cfg)
     template, lowered = lower_step(cfg, mesh)
