@@ -111,7 +111,8 @@ class TrainConfig:
     infer_every: int = 0  # steps between evaluations of generated text
     save_every: int = 1000  # steps between checkpoints
     keep: int = 3  # newest checkpoints to keep; 0 means all
-    keep_best: str = ""  # metric whose best checkpoint is kept, too
+    # metric whose best checkpoint is kept, too; min:NAME, if a lower value is better
+    keep_best: str = ""
     seed: int = 0  # of weights, order of examples, removed spans, dropout and sampling
 
     def __post_init__(self):

@@ -244,7 +244,7 @@ def read_t5x(folder: Path) -> dict:
         if not is_zarr(leaf):
             return leaf
         # TensorStore before 0.1.14 wrote the path beside "kvstore".
-        path = folder / {**leaf, **leaf["kvstore"]}["path"]
+        path = folder.resolve() / {**leaf, **leaf["kvstore"]}["path"]
         spec = {
             "driver": "zarr",
             "dtype": leaf["dtype"],

@@ -306,6 +306,7 @@ def cut_documents(documents: list, task: Task, data: DataConfig) -> list:
     length = data.inputs_length - 1
     if task.objective is not prefix_lm:  # as in T5, without EOS between the documents
         documents = [np.concatenate([np.zeros(0, np.int32), *documents])]
+    if task.objective is span_corruption:  # which makes the inputs shorter
         length = raw_length(data)
     cut = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict

@@ -20,7 +20,7 @@ import math
 import re
 import string
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Callable, Literal
 
 import jax
 import numpy as np
@@ -104,13 +104,14 @@ def held_out_example(params, cfg: Config, mesh, batch: data.Batch, tokenizer) ->
     return "\n".join(f"  {label:8} {text}" for label, text in zip(labels, texts))
 
 
-# A recipe file adds names of its own: `evaluate.LOWER_IS_BETTER.add("wer")`.
-LOWER_IS_BETTER = {"loss", "cross_ent_loss", "z_loss", "content_loss", "bits_per_byte"}
+LOSSES = {"loss", "cross_ent_loss", "z_loss", "content_loss", "bits_per_byte"}
 
 
-def lower_is_better(name: str) -> bool:
-    """Whether the best value of a metric, as training_eval/TASK/loss, is the lowest."""
-    return name.split("/")[-1] in LOWER_IS_BETTER
+def best_of(keep_best: str) -> tuple[str, Callable]:
+    """Return the name of a metric, and max or, for losses and min:NAME, min."""
+    name = keep_best.removeprefix("min:")
+    lowest = name != keep_best or name.split("/")[-1] in LOSSES
+    return name, min if lowest else max
 
 
 # ---- metrics on generated text ---------------------------------------------------------

@@ -582,6 +582,8 @@ def run_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> No
         file = open(f"{options.output}.{digest}.partial", "a+b")
         done, lines = skip_answered(file, lines, 16 * cfg.decode.batch_size)
     done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
+    if done:
+        configs.note(f"{done:,} answers of a killed command are there already.")
     lines = lines if file else itertools.islice(lines, done, None)
     lines, ahead = itertools.tee(lines)
     examples = (example for _, example in ahead)

@@ -316,7 +316,7 @@ def test_other_commands_take_the_settings_from_the_run(tmp_path, tables):
     (tmp_path / "other.py").write_text(RECIPE.replace("mine", "other"))
     flags += ["--config", str(tmp_path / "other.py")]
     assert configs.parse(configs.Options, flags).cfg.train.steps == 9
-    assert configs.TASKS.pop("other")
+    assert {"mine", "other"} <= configs.TASKS.keys()
 
 
 @pytest.mark.parametrize(
@@ -524,6 +524,9 @@ def test_prefix_lm_cuts_each_text_once_and_at_random():
     task = data.TASKS["prefix_lm"]
     cut = data.cut_documents([np.arange(10), np.arange(48)], task, BYTES.data)
     assert [len(text) for text in cut] == [10, 47]  # documents are not joined
+    task = data.Task(objective=lambda documents, *_: documents)  # one's own objective
+    cut = data.cut_documents([np.arange(10), np.arange(48)], task, BYTES.data)
+    assert [len(text) for text in cut] == [47, 11]
 
 
 def test_lesson_packed_examples_have_segments():
@@ -2409,13 +2412,12 @@ def test_a_text_becomes_a_value_and_the_values_become_metrics():
 
 
 @pytest.mark.parametrize(
-    "name, lower",
-    [("training_eval/t/bits_per_byte", True), ("training_eval/t/accuracy", False),
-     ("inference_eval/t/bleu", False), ("inference_eval/t/wer", True)],
+    "name, best",
+    [("training_eval/t/bits_per_byte", min), ("training_eval/t/accuracy", max),
+     ("inference_eval/t:a/bleu", max), ("min:inference_eval/t:a/wer", min)],
 )  # fmt: skip
-def test_metrics_state_whether_lower_is_better(name, lower, monkeypatch):
-    monkeypatch.setattr(evaluate, "LOWER_IS_BETTER", {*evaluate.LOWER_IS_BETTER, "wer"})
-    assert evaluate.lower_is_better(name) == lower
+def test_the_best_value_is_the_lowest_of_losses_and_where_it_is_said(name, best):
+    assert evaluate.best_of(name) == (name.removeprefix("min:"), best)
 
 
 @pytest.fixture
@@ -2836,7 +2838,7 @@ def test_the_first_signal_stops_after_a_step_and_the_second_kills(number):
 @pytest.mark.parametrize("metric, best", [("loss", 3), ("accuracy", 2)])
 def test_the_best_checkpoint_is_kept(tmp_path, quiet, monkeypatch, metric, best):
     """The lowest loss is the best, and the highest accuracy. Only saved steps count."""
-    values = iter([(9, 5), (7, 6), (1, 1), (8, 2), (math.nan, math.nan)])
+    values = itertools.cycle([(9, 5), (7, 6), (1, 1), (8, 2), (math.nan, math.nan)])
 
     def evaluate_loss(*_):
         return dict(zip(("loss", "accuracy"), next(values)))
@@ -2848,6 +2850,8 @@ def test_the_best_checkpoint_is_kept(tmp_path, quiet, monkeypatch, metric, best)
     checkpoints = train_small(tmp_path, keep_best=metric, **every)
     assert checkpoints.steps() == [best, 6]
     assert partition.resolve_step(tmp_path, "best") == best
+    with pytest.raises(UserError, match="none of .*/loss"):
+        train_small(tmp_path / "misspelt", keep_best=f"{metric}s", **every)
 
 
 def test_a_failed_evaluation_costs_no_training(tmp_path, quiet, monkeypatch):
@@ -3781,7 +3785,6 @@ def test_job_translation(pretrained, here):
 
 OWN = """
 from dataclasses import replace
-import evaluate
 from configs import RECIPES
 from data import Task, template
 
@@ -3799,7 +3802,6 @@ def wrong(targets, predictions):
 def yes(example):
     return [{"inputs": example["a"], "targets": "yes", "answer_choices": ["no", "yes"]}]
 
-evaluate.LOWER_IS_BETTER.add("wrong")
 VOCABULARY = Letters()
 METRICS = {"wrong": wrong}
 TASKS = {
@@ -3820,7 +3822,7 @@ def test_job_own_tasks_mixture_metric_and_vocabulary(here):
     Path("mine.py").write_text(OWN)
     run(
         f"train --config mine.py {SIZE} {FINETUNE} --train.eval_batches 0 --train.keep 1 "
-        "--train.start_step 0 --train.steps 100 --train.keep_best inference_eval/next/wrong"
+        "--train.start_step 0 --train.steps 100 --train.keep_best min:inference_eval/next/wrong"
     )
     Path("mine.py").unlink()
     assert_learns("runs/mine")

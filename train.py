@@ -341,6 +341,11 @@ class Evaluations:
                 f"unigram  {baseline:.3f} nats per content token of held-out {name}, for "
                 f"a model that knows only how often each token occurs"
             )
+        if t.keep_best:
+            metric, choose = evaluate.best_of(t.keep_best)
+            print(
+                f"best     the checkpoint with the {choose.__name__}imum {metric} is kept"
+            )
 
     def __call__(self, step: int, params: dict) -> bool:
         """Make the evaluations that are due and not in the log. Returns if any were."""
@@ -359,7 +364,7 @@ class Evaluations:
                     tqdm.write(f"step {step:,}: held-out {name}: {values}")
                     made = True
         if made and t.keep_best and partition.is_main_process():
-            self.mark_best(t.keep_best)
+            self.mark_best(*evaluate.best_of(t.keep_best))
         return made
 
     def measure_loss(self, name: str, step: int, params: dict) -> dict[str, float]:
@@ -377,7 +382,7 @@ class Evaluations:
             evaluate.write_lines(self.log.run_dir / "eval", name, step, lines)
         return metrics
 
-    def mark_best(self, metric: str) -> None:
+    def mark_best(self, metric: str, choose: Callable) -> None:
         """Write the step with the best value of a metric to checkpoints/best."""
         saved = self.checkpoints.steps()
         values = {
@@ -387,9 +392,11 @@ class Evaluations:
         }
         if not values:
             names = {name for line in self.log.lines for name in line if "_eval/" in name}
-            tqdm.write(f"--train.keep_best: no checkpoint has {metric}, but {names}")
+            group = metric.rpartition("/")[0] + "/"
+            if metric not in names and any(name.startswith(group) for name in names):
+                raise UserError(f"--train.keep_best {metric} is none of {names}.")
+            tqdm.write(f"--train.keep_best: no checkpoint has {metric} of {names}")
             return
-        choose = min if evaluate.lower_is_better(metric) else max
         best = choose(values, key=values.get)
         configs.write_file(self.checkpoints.folder / "best", str(best))
 
@@ -444,7 +451,7 @@ def find_start(cfg: Config, run_dir: Path, init_from: str) -> tuple:
 
     A run resumes from its newest checkpoint, `resumed`. Or it is new, with random
     weights, or with those of `init_from`, whose step and optimizer it takes with
-    --train.restore all. Of the checkpoint in `folder`, arrays with this prefix are loaded.
+    --train.restore all. Arrays of the checkpoint `folder` with this prefix are loaded.
     """
     t, resumed = cfg.train, partition.newest_checkpoint(run_dir)
     folder = resumed or (partition.newest_checkpoint(init_from) if init_from else None)

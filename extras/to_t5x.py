@@ -45,7 +45,7 @@ def write_zarr(folder: Path, name: str, array: np.ndarray) -> dict:
         },
     }
     directory = name.replace("/", ".")
-    kvstore = {"driver": "file", "path": f"{folder}/{directory}/"}
+    kvstore = {"driver": "file", "path": f"{folder.resolve()}/{directory}/"}
     store = tensorstore.open({**spec, "kvstore": kvstore}, create=True).result()
     store.write(array).result()
     return spec | {"kvstore": {"driver": "file", "path": f"{directory}/"}}
