@@ -111,8 +111,7 @@ class TrainConfig:
     infer_every: int = 0  # steps between evaluations of generated text
     save_every: int = 1000  # steps between checkpoints
     keep: int = 3  # newest checkpoints to keep; 0 means all
-    # metric whose best checkpoint is kept, too; min:NAME, if a lower value is better
-    keep_best: str = ""
+    keep_best: str = ""  # metric, or min:metric, whose best checkpoint is kept, too
     seed: int = 0  # of weights, order of examples, removed spans, dropout and sampling
 
     def __post_init__(self):
@@ -254,7 +253,7 @@ def load_recipe(name: str) -> Config:
             raise UserError(f"There is no recipe {name}, but {', '.join(recipes)}.")
         return t5_tasks.RECIPES[name]
     sys.path.insert(0, str(Path(name).resolve().parent))  # It may import its neighbors.
-    program = {"__name__": "recipe"}
+    program = {"__name__": "recipe", "__file__": name}
     exec(compile(to_path(name).read_text(), name, "exec"), program)
     for table in ("TASKS", "MIXTURES", "METRICS"):
         globals()[table].update(program.get(table, {}))
@@ -389,12 +388,13 @@ def load_run(run_dir: str) -> tuple[Config, dict]:
 
 def load_run_and_tasks(run_dir: str, recipe: str = "") -> tuple[Config, dict]:
     """Load a run, the tasks of its recipe file, and those of another recipe file."""
-    sys.path.insert(0, str(Path(recipe).resolve().parent))  # for imports of its copy
     own = to_path(run_dir) / "recipe.py"
-    if own.exists():
-        load_recipe(str(own))
+    files = [str(own)] if own.exists() else []
     if recipe.endswith(".py"):
-        load_recipe(recipe)
+        sys.path.insert(0, str(Path(recipe).resolve().parent))  # for its copy, too
+        files.append(recipe)
+    for file in files:
+        load_recipe(file)
     return load_run(run_dir)
 
 

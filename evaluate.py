@@ -1,4 +1,4 @@
-"""Evaluate a trained model: held-out loss, metrics on generated text, and ranks.
+"""Evaluate a model: held-out loss, metrics on generated text, rank classification.
 
     python evaluate.py --run_dir RUN --plot curves.png              the last checkpoint
     python evaluate.py --run_dir RUN --tasks glue_rte_v002 --step all --csv table.csv
