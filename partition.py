@@ -9,6 +9,8 @@ splits the weights. RULES says which mesh axis splits each dimension of an array
     ('data', 'model')
 """
 
+import contextlib
+import fcntl
 import json
 import os
 import re
@@ -189,6 +191,19 @@ def main_process_first(work: Callable) -> Any:
     if is_main_process():
         multihost_utils.sync_global_devices("process 0 is ready")
     return result
+
+
+def lock(run_dir: Path):
+    """Keep a second command from training in the same folder."""
+    if configs.is_remote(run_dir) or not is_main_process():
+        return contextlib.nullcontext()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    file = (run_dir / ".lock").open("w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"Another process is training in {run_dir}.") from None
+    return file
 
 
 # ---- writing a checkpoint --------------------------------------------------------------

@@ -2931,10 +2931,10 @@ def test_an_infinite_learning_rate_stops_before_weights_are_saved(tmp_path, quie
 
 
 def test_only_one_command_trains_in_a_folder(tmp_path):
-    with train.lock(tmp_path):
+    with partition.lock(tmp_path):
         with pytest.raises(UserError, match=str(tmp_path)):
-            train.lock(tmp_path)
-    train.lock(tmp_path)
+            partition.lock(tmp_path)
+    partition.lock(tmp_path)
 
 
 # ---- train: killed processes -----------------------------------------------------------

@@ -14,8 +14,6 @@ Example: the learning rate of T5 is constant for 10,000 steps, and then 1 / sqrt
     [0.01, 0.01, 0.005]
 """
 
-import contextlib
-import fcntl
 import json
 import math
 import signal
@@ -637,26 +635,13 @@ def parse(argv: list[str] | None = None) -> Options:
     return options
 
 
-def lock(run_dir: Path):
-    """Keep a second command from training in the same folder."""
-    if configs.is_remote(run_dir) or not partition.is_main_process():
-        return contextlib.nullcontext()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    file = (run_dir / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"Another process is training in {run_dir}.") from None
-    return file
-
-
 def main() -> None:
     options = parse()
     run_dir = configs.to_path(options.run_dir)
     partition.start_jax(options.cfg)
     shared = replace(options.cfg, distributed=DistributedConfig())
     partition.check_same(replace(options, cfg=shared))
-    with lock(run_dir):
+    with partition.lock(run_dir):
         train(options.cfg, run_dir, options.config, options.init_from)
 
 
