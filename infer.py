@@ -608,7 +608,7 @@ def run_texts(texts: Iterable[str], params, options: "Options", mesh, tokenizer)
         ((outputs, scores),) = run_examples(params, options.cfg, mesh, [example])
         for ids, score in zip(outputs, scores):
             answer = tokenizer.decode(ids).replace("\n", " ")
-            if "<extra_id_" in text and "<extra_id_" in answer and not options.raw:
+            if "<extra_id_" in text and not options.raw:
                 answer = fill_blanks(example.inputs, ids, tokenizer)
             score = f"{score:.4f}\t" if options.cfg.decode.return_all else ""
             print(f"{score}{answer}", flush=True)
