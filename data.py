@@ -178,7 +178,7 @@ def noise_counts(length: int, data: DataConfig) -> tuple[int, int]:
     return noise, min(max(spans, 1), length - noise)
 
 
-def raw_length(data: DataConfig) -> int:
+def tokens_per_example(data: DataConfig) -> int:
     """Return how many tokens fill the inputs after span corruption: 568 become 512."""
     for length in itertools.count(3):
         noise, spans = noise_counts(length, data)
@@ -307,7 +307,7 @@ def cut_documents(documents: list, task: Task, data: DataConfig) -> list:
     if task.objective is not prefix_lm:  # as in T5, without EOS between the documents
         documents = [np.concatenate([np.zeros(0, np.int32), *documents])]
     if task.objective is span_corruption:  # which makes the inputs shorter
-        length = raw_length(data)
+        length = tokens_per_example(data)
     cut = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
 
@@ -416,7 +416,8 @@ class Place(NamedTuple):
 def read_windows(task, files, tokenizer, cfg, first: int, place: Place) -> Iterator:
     """Yield (documents of a window of a source, the Place of the next window)."""
     while True:
-        epoch, texts = place.epoch, read_examples(files, task, cfg, place[2:4])
+        epoch, start = place.epoch, (place.file, place.number)
+        texts = read_examples(files, task, cfg, start)
         while place.epoch == epoch:
             size = first << (DOUBLINGS if epoch else min(place.window, DOUBLINGS))
             documents, end = read_documents(texts, size, task, tokenizer, cfg)
@@ -424,16 +425,28 @@ def read_windows(task, files, tokenizer, cfg, first: int, place: Place) -> Itera
             yield documents, place
 
 
-def stream(name, task, tokenizer, cfg, read, ahead, place: Place) -> Iterator:
+def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iterator:
+    """Yield what an endless iterator yields, which a thread computes in advance."""
+    futures = deque(thread.submit(next, iterator) for _ in range(ahead))
+
+    def items():
+        while True:
+            item = futures.popleft().result()
+            futures.append(thread.submit(next, iterator))
+            yield item
+
+    return items()
+
+
+def stream(name, task, tokenizer, cfg, windows: Iterator, place: Place) -> Iterator:
     """Yield (example, Place after it) of a task, shuffled; (None, Place) ends an epoch.
 
-    `ahead`: a Future of the window at `place`; read() returns that of the next window. A
-    restart makes the last PART again, with the same noise, and skips its used examples.
+    windows: those of read_windows. A restart makes the last PART again, with the same
+    noise, and skips its used examples.
     """
-    while True:
-        documents, end = ahead.result()
-        ahead = read()
-        key = cfg.train.seed, zlib.crc32(name.encode()), *place[:4]
+    for documents, end in windows:
+        key = cfg.train.seed, zlib.crc32(name.encode())
+        key += place.epoch, place.window, place.file, place.number
         order = np.argsort(random_bits(len(documents), *key, ORDER), kind="stable")
         for start in range(place.used - place.used % PART, len(documents), PART):
             part = [documents[i] for i in order[start : start + PART]]
@@ -466,27 +479,27 @@ class Batches:
         for name, place in self.places.items():
             task, found = open_task(name, "train", cfg)
             windows = read_windows(task, found, tokenizer, cfg, first, place)
-            read = partial(reader.submit, next, windows)
-            self.streams[name] = stream(name, task, tokenizer, cfg, read, read(), place)
+            windows = prefetch(windows, reader, ahead=1)
+            self.streams[name] = stream(name, task, tokenizer, cfg, windows, place)
             files += [[file.name.split("/")[-1], file.size] for file in found]
         self.files = zlib.crc32(json.dumps([self.rates, files]).encode())
         if self.state.setdefault("files", self.files) != self.files:
             raise UserError("This run began with other training files, or other rates.")
-        rows = self.make_rows(self.state["row"])
-        self.submit = partial(maker.submit, self.make_batch, rows)
-        self.ahead = deque(self.submit() for _ in range(4))
+        self.batches = prefetch(self.make_batches(), maker, ahead=4)
 
     def __iter__(self):
         return self
 
     def __next__(self) -> Batch:
-        batch, self.state = self.ahead.popleft().result()
-        self.ahead.append(self.submit())
+        batch, self.state = next(self.batches)
         return batch
 
-    def make_batch(self, rows: Iterator) -> tuple[Batch, dict]:
-        arrays, states = zip(*itertools.islice(rows, self.cfg.train.batch_size))
-        return Batch(*map(np.stack, zip(*arrays))), states[-1]
+    def make_batches(self) -> Iterator:
+        """Yield (batch, the state after it)."""
+        rows = self.make_rows(self.state["row"])
+        while True:
+            arrays, states = zip(*itertools.islice(rows, self.cfg.train.batch_size))
+            yield Batch(*map(np.stack, zip(*arrays))), states[-1]
 
     def make_rows(self, first: int) -> Iterator:
         """Yield (the five arrays of a row, the state after it)."""
@@ -498,15 +511,15 @@ class Batches:
                 yield [array[row] for array in packed], state
             first = 0
 
-    def pack_rows(self) -> Batch:
-        """Pack the next examples of all tasks, and shuffle the rows."""
+    def choose_examples(self) -> list:
+        """Take the next examples of all tasks, until they fill PACKED rows."""
         data, names = self.cfg.data, [*self.rates]
-        rates = np.array([*self.rates.values()])
         limits = data.inputs_length, data.targets_length
+        rates = np.array([*self.rates.values()])
         counts = np.array([self.places[name].count for name in names])
-        first = int(counts.sum())
-        # Fractions that differ keep rare tasks from appearing all at once.
-        phase = (np.arange(len(counts)) + 0.5) / len(counts)
+        # The next example is of the task that is farthest behind its rate. The fractions
+        # differ, so that tasks of equal rates take turns.
+        phase = (np.arange(len(names)) + 0.5) / len(names)
         examples, filled = [], [0, 0]  # filled: rows that all inputs and all targets need
         while max(filled) < PACKED:
             k = np.argmin((counts + phase) / rates)
@@ -518,6 +531,14 @@ class Batches:
                     filled[side] += len(example[side]) / limit if data.pack else 1
             elif examples:
                 break
+        return examples
+
+    def pack_rows(self) -> Batch:
+        """Pack the next examples, and shuffle the rows."""
+        data = self.cfg.data
+        limits = data.inputs_length, data.targets_length
+        first = sum(place.count for place in self.places.values())
+        examples = self.choose_examples()
         sizes = np.array([[len(ids) for ids in example] for example in examples])
         row = pack(sizes, limits) if data.pack else np.arange(len(sizes))
         rows = row.max() + 1
