@@ -58,9 +58,9 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # what the backward pass recomputes: all but products of weights, nothing, or all
     remat: Literal["dots", "none", "full"] = "dots"
-    # auto uses extras/attention_kernel.py on a TPU
+    # xla is the code of model.py; auto is extras/attention_kernel.py on a TPU, else xla
     attention: Literal["auto", "xla", "kernel"] = "auto"
-    # auto uses extras/chunked_loss.py where the logits need much memory
+    # auto is extras/chunked_loss.py where the logits need much memory, else xla
     loss: Literal["auto", "xla", "chunked"] = "auto"
 
 
@@ -357,7 +357,7 @@ def refuse_differences(cfg: Config, other: Config, free: list[str], what: str) -
         raise UserError(f"{what} has {', '.join(different)}: others need another run.")
 
 
-def with_weights_of(cfg: Config, origin: Config) -> Config:
+def with_network_of(cfg: Config, origin: Config) -> Config:
     """Return a Config whose network and vocabulary are those of another run."""
     free = ("dropout", "dtype", "remat", "attention", "loss")
     network = replace(origin.model, **{name: getattr(cfg.model, name) for name in free})

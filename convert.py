@@ -126,7 +126,7 @@ class Weights(NamedTuple):
     """A model in memory, in the form of a run."""
 
     cfg: Config
-    arrays: dict[str, np.ndarray]  # "step", "params/...", and perhaps "slots/..."
+    arrays: dict[str, np.ndarray]  # "step", "params/...", and perhaps "opt_state/..."
     tokenizer: data.Tokenizer | None
 
     @property
@@ -200,7 +200,7 @@ def stack(layers: dict[str, list]) -> dict[str, np.ndarray]:
 SLOTS = ("v", "v_row", "v_col")
 
 
-def adafactor_slots(slots: dict, cfg: ModelConfig, step: int) -> dict[str, np.ndarray]:
+def adafactor_state(slots: dict, cfg: ModelConfig, step: int) -> dict[str, np.ndarray]:
     """Return T5X's averages of squared gradients with the names of train.TrainState.
 
     optax uses the same three arrays for each parameter: the complete averages v, or for a
@@ -211,7 +211,7 @@ def adafactor_slots(slots: dict, cfg: ModelConfig, step: int) -> dict[str, np.nd
     for path, _, _, name, _ in all_names(cfg):
         for slot in SLOTS:
             array = slots.get(f"{name}/{slot}", np.zeros(1))
-            layers.setdefault(f"slots/0/{slot}/{path}", []).append(np.float32(array))
+            layers.setdefault(f"opt_state/0/{slot}/{path}", []).append(np.float32(array))
     unused = {name: parts[0] for name, parts in layers.items() if parts[0].size == 1}
     plain = stack(layers) | unused
     table = partition.flatten(model.param_table(cfg))
@@ -222,12 +222,12 @@ def adafactor_slots(slots: dict, cfg: ModelConfig, step: int) -> dict[str, np.nd
         f"{path}/{slot}"
         for slot in SLOTS
         for path, like in getattr(expected, slot).items()
-        if plain[f"slots/0/{slot}/{path}"].shape != like.shape
+        if plain[f"opt_state/0/{slot}/{path}"].shape != like.shape
     ]
     if other:
         print(f"The state of another optimizer, such as {other[0]}, is left out.")
         return {}
-    return plain | {"slots/0/count": np.int32(step)}
+    return plain | {"opt_state/0/count": np.int32(step)}
 
 
 # ---- reading T5X and Mesh TensorFlow ---------------------------------------------------
@@ -611,7 +611,7 @@ def read(source: Path, step: str = "latest") -> Weights:
         cfg = with_gin(model_config(arrays, source), folders)
     arrays = {"step": np.int32(trained), **to_plain(arrays, cfg, source)}
     if slots:
-        arrays |= adafactor_slots(slots, cfg, trained)
+        arrays |= adafactor_state(slots, cfg, trained)
     vocab, extra_ids = find_vocabulary(folders, cfg.vocab_size)
     data_config = DataConfig(vocab=vocab or "spiece.model", extra_ids=extra_ids)
     run = Config(cfg, data_config, TrainConfig(steps=max(trained, 1)))
@@ -672,7 +672,7 @@ def write_json(path: Path, content: dict) -> None:
 
 def compare(weights: Weights, written: Weights, dtype: np.dtype) -> None:
     """Stop if written arrays differ, or if another network is read."""
-    wanted = configs.with_weights_of(written.cfg, weights.cfg)
+    wanted = configs.with_network_of(written.cfg, weights.cfg)
     configs.refuse_differences(written.cfg, wanted, ["data"], "The written model")
     for name, array in written.arrays.items():
         expected = np.asarray(weights.arrays[name])

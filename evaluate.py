@@ -117,9 +117,11 @@ def best_of(keep_best: str) -> tuple[str, Callable]:
 # ---- metrics on generated text ---------------------------------------------------------
 
 
-def read_rows(name: str, split: str, cfg: Config, most: int | None = None) -> list[dict]:
+def read_pairs(
+    name: str, split: str, cfg: Config, limit: int | None = None
+) -> list[dict]:
     """Return the formatted examples of a split, with the fields inputs and targets."""
-    rows = list(itertools.islice(data.read_task(name, split, cfg), most))
+    rows = list(itertools.islice(data.read_task(name, split, cfg), limit))
     if not rows or "targets" not in rows[0]:
         raise UserError(
             f"The split {split} of the task {name} has no pairs of inputs and targets: "
@@ -181,9 +183,9 @@ def check_metrics(name: str, task: data.Task, rows: list, targets: list, written
         configs.note(f"{name}: the metrics are wrong: {unknown} is none of the choices.")
 
 
-def predict(params, cfg: Config, mesh, name: str, split: str, tokenizer, most=None):
+def predict(params, cfg: Config, mesh, name: str, split: str, tokenizer, limit=None):
     """Generate a text for each example. Returns metrics, and a line for each example."""
-    task, rows = data.find_task(name, cfg), read_rows(name, split, cfg, most)
+    task, rows = data.find_task(name, cfg), read_pairs(name, split, cfg, limit)
     pairs = [data.encode_example(row, task, tokenizer, cfg) for row in rows]
     targets = [row["targets"] for row in rows]
     targets = [x if isinstance(x, str) else tokenizer.decode(x) for x in targets]
@@ -280,7 +282,7 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
 
 def rank(params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize=False):
     """Score the choices of every example. Returns metrics, and a line for each."""
-    task, rows = data.find_task(name, cfg), read_rows(name, split, cfg)
+    task, rows = data.find_task(name, cfg), read_pairs(name, split, cfg)
     choices = []
     for number, row in enumerate(rows):
         choices += answer_choices(name, task, number, row)

@@ -52,39 +52,18 @@ from partition import shard
 # only this mask changes. Copying the cache would take a quarter more time.
 
 
-def einsum(form: str, left: Array, right: Array) -> Array:
-    """Compute jnp.einsum with sums in float32. Axis 2 of `left` is that of the beams."""
-    N = left.shape[2]
+def attend_to_cache(q: Array, k: Array, v: Array, mask: Array, bias=None) -> Array:
+    """Call dot_product_attention for few queries, those of the newest tokens."""
+    N = q.shape[2]
     if partition.platform() == "tpu":
         # Fewer than 8 rows would not use the matrix unit, and take four times as long.
-        left = jnp.pad(left, ((0, 0), (0, 0), (0, -N % 8), (0, 0)))
-    return jnp.einsum(form, left, right, preferred_element_type=jnp.float32)[:, :, :N]
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], N, mask.shape[3]))
+        more = (0, 0), (0, 0), (0, -N % 8), (0, 0)
+        q, mask = jnp.pad(q, more), jnp.pad(mask, more)
+    return model.dot_product_attention(q, k, v, mask, bias)[:, :, :N]
 
 
-def cached_attention(
-    q: Array, k: Array, v: Array, mask: Array, bias: Array | None = None
-):
-    """Compute softmax(q k^T + bias) v for the newest token of each beam.
-
-    q [B, N, H, C], k and v [B, H, K, C]. mask, and bias or None, fit to [B, H, N, K].
-    """
-    scores = einsum("bhnc,bhkc->bhnk", q.swapaxes(1, 2), k)
-    if bias is not None:
-        scores += bias
-    scores = jnp.where(mask, scores, -1e10)
-    weights = jnp.exp(scores - scores.max(axis=-1, keepdims=True))
-    out = einsum("bhnk,bhkc->bhnc", weights.astype(v.dtype), v)
-    # The output has fewer numbers to divide than the weights.
-    out = out / weights.sum(axis=-1, keepdims=True)
-    return out.astype(v.dtype).swapaxes(1, 2)
-
-
-def heads_first(keys_and_values: tuple[Array, Array]) -> list[Array]:
-    """[B, K, H, C] becomes [B, H, K, C], in which each head multiplies one matrix."""
-    return [array.swapaxes(1, 2) for array in keys_and_values]
-
-
-def init_cache(params: dict, cfg: ModelConfig, encoded: Array, length: int, beams=1):
+def init_cache(params: dict, encoded: Array, length: int, cfg: ModelConfig, beams=1):
     """Return two lists with an item for each decoder layer: (cache, fixed).
 
     An item of the cache is [keys, values], both [B, H, length * beams, C]. An item of
@@ -96,9 +75,9 @@ def init_cache(params: dict, cfg: ModelConfig, encoded: Array, length: int, beam
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
         w = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
         w = model.gather_weights(table, w)
-        biases = (w["self_attention"] if cfg.layer_biases else stack)["relative_bias"]
+        biases = (stack | w["self_attention"])["relative_bias"]
         bias = model.position_bias(biases, length, length, False, cfg)
-        cross = heads_first(model.keys_values(w["cross_attention"], encoded, cfg))
+        cross = model.keys_values(w["cross_attention"], encoded, cfg)
         B, H, _, C = cross[0].shape
         empty = jnp.zeros((B, H, length * beams, C), encoded.dtype)
         empty = shard(empty, "batch", "heads", None, None)
@@ -123,25 +102,25 @@ def decode_step(
     visible = past & (ancestors[..., None] == jnp.arange(N))  # [B, N, T, N]
     mask = visible.reshape(len(visible), 1, N, T * N)
     cross_mask = (input_segments > 0)[:, None, None]
-    cross_attend = functools.partial(cached_attention, mask=cross_mask)
 
     write = lax.dynamic_update_slice_in_dim
     x = model.embed(params, ids, cfg)
     new_cache = []
     for stored, (w, cross_kv, bias) in zip(cache, fixed):
-
-        def self_kv(x):
-            added = heads_first(model.keys_values(w["self_attention"], x, cfg))
-            kv = [write(old, new, at * N, axis=2) for old, new in zip(stored, added)]
-            new_cache.append(kv)
-            return kv
-
         bias = lax.dynamic_slice_in_dim(bias, at, 1, axis=1)
         bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
-        attend = functools.partial(cached_attention, mask=mask, bias=bias)
-        x = model.decoder_layer(w, x, self_kv, attend, cross_kv, cross_attend, cfg)
+
+        def attend(q, k, v):
+            kv = [write(old, new, at * N, axis=2) for old, new in zip(stored, (k, v))]
+            new_cache.append(kv)
+            return attend_to_cache(q, *kv, mask, bias)
+
+        def cross_attend(q, *_):
+            return attend_to_cache(q, *cross_kv, cross_mask)
+
+        x = model.decoder_layer(w, x, None, attend, cross_attend, cfg)
     x = model.rms_norm(x, params["decoder"]["norm"])
-    return model.logits_of(params, cfg, x), new_cache
+    return model.compute_logits(params, x, cfg), new_cache
 
 
 # ---- greedy decoding and sampling ------------------------------------------------------
@@ -160,10 +139,10 @@ def start_outputs(B: int, N: int, T: int) -> Outputs:
     return Outputs(jnp.zeros((B, N, T), jnp.int32), zeros, zeros > 0)
 
 
-def append_ids(state: Outputs, log_probs: Array, at, *, decode, rows, seed) -> Outputs:
+def append_ids(state: Outputs, log_probs: Array, at, *, decode, numbers, seed) -> Outputs:
     """Append the most probable id, or a random one, by the log_probs [B, N, V]."""
     if decode.samples:
-        ids = sample(log_probs, at, decode, rows, seed)
+        ids = sample(log_probs, at, decode, numbers, seed)
     else:
         ids = jnp.argmax(log_probs, axis=-1)
     ids = jnp.where(state.done, data.PAD, ids).astype(jnp.int32)
@@ -186,20 +165,20 @@ def take(array: Array, numbers: Array) -> Array:
     return jax.vmap(lambda outputs, chosen: outputs[chosen])(array, numbers)
 
 
-def sample(log_probs: Array, at, decode: DecodeConfig, rows: Array, seed) -> Array:
-    """Draw an id for each output. The key depends on the example, not on its batch."""
+def sample(log_probs: Array, at, decode: DecodeConfig, numbers: Array, seed) -> Array:
+    """Draw an id for each output. The random key depends on the example, not on its batch."""
     logits = log_probs / max(decode.temperature or 1.0, 1e-4)
     logits = filter_logits(logits, decode.top_k, decode.top_p)
 
-    def draw(row, n, logits):
-        key = jax.random.key(seed)
-        for number in (row, n, at):
-            key = jax.random.fold_in(key, number)
-        return jax.random.categorical(key, logits)
+    def draw(number, n, logits):
+        rng = jax.random.key(seed)
+        for value in (number, n, at):
+            rng = jax.random.fold_in(rng, value)
+        return jax.random.categorical(rng, logits)
 
-    numbers = jnp.arange(logits.shape[1], dtype=jnp.uint32)
+    outputs = jnp.arange(logits.shape[1], dtype=jnp.uint32)
     draw = jax.vmap(jax.vmap(draw, (None, 0, 0)), (0, None, 0))
-    return draw(rows, numbers, logits)
+    return draw(numbers, outputs, logits)
 
 
 def filter_logits(logits: Array, top_k: int, top_p: float) -> Array:
@@ -303,12 +282,19 @@ def beam_result(state: Beams) -> tuple[Array, Array]:
 
 @jax.jit(static_argnames=("cfg", "length", "decode"), out_shardings=P())
 def generate(
-    params, inputs, input_segments, cfg, length, decode=DecodeConfig(), rows=None, seed=0
+    params,
+    inputs,
+    input_segments,
+    cfg,
+    length,
+    decode=DecodeConfig(),
+    numbers=None,
+    seed=0,
 ) -> tuple[Array, Array]:
     """Return (ids [B, N, length], scores [B, N]) for inputs [B, S], best output first.
 
     N is decode.beams, or decode.num_return samples, or one greedy output. The ids are 0
-    after EOS. rows: the number of each example [B], on which its random samples depend.
+    after EOS. numbers: that of each example [B], on which its random samples depend.
     out_shardings=P() gives the complete results to every process.
     """
     B = len(inputs)
@@ -317,11 +303,11 @@ def generate(
         extend, result = functools.partial(extend_beams, decode=decode), beam_result
     else:
         N = decode.num_return if decode.samples else 1
-        rows = jnp.zeros(B, jnp.uint32) if rows is None else rows
+        numbers = jnp.zeros(B, jnp.uint32) if numbers is None else numbers
         state, result = start_outputs(B, N, length), sorted_outputs
-        extend = functools.partial(append_ids, decode=decode, rows=rows, seed=seed)
-    encoded = model.encode(params, cfg, inputs, input_segments)
-    cache, fixed = init_cache(params, cfg, encoded, length, N)
+        extend = functools.partial(append_ids, decode=decode, numbers=numbers, seed=seed)
+    encoded = model.encode(params, inputs, input_segments, cfg)
+    cache, fixed = init_cache(params, encoded, length, cfg, N)
 
     def unfinished(carry):
         at, _, state, _ = carry
@@ -351,7 +337,7 @@ def score(params: dict, batch: data.Batch, cfg: ModelConfig) -> Array:
 @jax.jit(static_argnames="cfg", out_shardings=P())
 def mean_vectors(params: dict, batch: data.Batch, cfg: ModelConfig) -> Array:
     """Return the mean of the encoder's outputs of each row, float32 [B, D]."""
-    x = model.encode(params, cfg, batch.inputs, batch.input_segments)
+    x = model.encode(params, batch.inputs, batch.input_segments, cfg)
     is_input = (batch.input_segments > 0)[..., None]
     total = jnp.sum(x.astype(jnp.float32), axis=1, where=is_input)
     return total / jnp.maximum(jnp.sum(is_input, axis=1), 1)
@@ -466,13 +452,13 @@ def load_params(cfg: Config, run_dir: str, step: int) -> dict:
     """Return the params of a checkpoint, split over the devices of the mesh."""
     mesh, table = jax.sharding.get_mesh(), model.param_table(cfg.model)
     splits = partition.flatten(partition.shardings(table, mesh, cfg.mesh.fsdp))
-    template = {
+    abstract = {
         f"params/{name}": jax.ShapeDtypeStruct(
             p.shape, jnp.float32, sharding=splits[name]
         )
         for name, p in partition.flatten(table).items()
     }
-    arrays = partition.load_arrays(partition.Checkpoints(run_dir).path(step), template)
+    arrays = partition.load_arrays(partition.Checkpoints(run_dir).path(step), abstract)
     return unflatten_dict(arrays, sep="/")["params"]
 
 

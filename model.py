@@ -13,7 +13,7 @@ Comments and einsums use these letters for the shapes:
 
     B batch      Q query position    K key position    S input length    T target length
     D d_model    H heads             C d_kv, channels of a head          F d_ff
-    V vocabulary L layers            R buckets of relative positions
+    A H * C      V vocabulary        L layers            R buckets of relative positions
 
     >>> from configs import RECIPES
     >>> count_params(param_table(RECIPES["small_c4"].model))
@@ -100,26 +100,26 @@ def param_table(cfg: ModelConfig) -> dict:
     return table
 
 
-def init_params(cfg: ModelConfig, key: Array) -> dict:
+def init_params(cfg: ModelConfig, rng: Array) -> dict:
     """Sample the initial parameters. The samples do not depend on the number of devices.
 
     "truncated_normal" is cut at two standard deviations, and then scaled so that its
     standard deviation is the `scale` of the Param, as in T5X.
     """
 
-    def sample(p, key):
+    def sample(p, rng):
         if p.init == "ones":
             return jnp.ones(p.shape)
         if p.init == "uniform":
-            return jax.random.uniform(key, p.shape, minval=-p.scale, maxval=p.scale)
+            return jax.random.uniform(rng, p.shape, minval=-p.scale, maxval=p.scale)
         if p.init == "normal":
-            return p.scale * jax.random.normal(key, p.shape)
-        samples = jax.random.truncated_normal(key, -2, 2, p.shape)
+            return p.scale * jax.random.normal(rng, p.shape)
+        samples = jax.random.truncated_normal(rng, -2, 2, p.shape)
         return p.scale / 0.87962566103423978 * samples
 
     table, structure = jax.tree.flatten(param_table(cfg), is_leaf=is_param)
-    keys = jax.random.split(key, len(table))
-    return jax.tree.unflatten(structure, map(sample, table, keys))
+    rngs = jax.random.split(rng, len(table))
+    return jax.tree.unflatten(structure, map(sample, table, rngs))
 
 
 # ---- building blocks -------------------------------------------------------------------
@@ -150,22 +150,22 @@ def rms_norm(x: Array, scale: Array) -> Array:
     return y.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def dropout(x: Array, rate: float, key: Array | None, axis: int | None = 1) -> Array:
-    """Set random entries of x to zero. Without a PRNG key, return x unchanged.
+def dropout(x: Array, rate: float, rng: Array | None, axis: int | None = 1) -> Array:
+    """Set random entries of x to zero. Without an rng, return x unchanged.
 
     The mask has size 1 on `axis`. T5 drops the same channels [B, 1, D] at all positions
     of a row, except at the end of the encoder, where each entry has its own (axis=None).
     """
-    if key is None or rate == 0:
+    if rng is None or rate == 0:
         return x
     shape = [1 if i == axis else size for i, size in enumerate(x.shape)]
-    keep = jax.random.bernoulli(key, 1 - rate, shape)
+    keep = jax.random.bernoulli(rng, 1 - rate, shape)
     return x * (keep.astype(x.dtype) / (1 - rate))
 
 
-def split_key(key: Array | None, n: int):
-    """Split a PRNG key. The key None, which means no dropout, gives n Nones."""
-    return (None,) * n if key is None else jax.random.split(key, n)
+def split_rng(rng: Array | None, n: int):
+    """Split a key of random numbers. None, which means no dropout, gives n Nones."""
+    return (None,) * n if rng is None else jax.random.split(rng, n)
 
 
 # ---- attention -------------------------------------------------------------------------
@@ -227,98 +227,112 @@ def attention_mask(
 
 
 def dot_product_attention(
-    q, k, v, mask, table, bidirectional: bool, cfg: ModelConfig
+    q: Array, k: Array, v: Array, mask: Array, bias: Array | None = None
 ) -> Array:
     """Compute softmax(q k^T + bias) v for all heads, with a softmax in float32.
 
-    q [B, Q, H, C], k and v [B, K, H, C], mask [B, 1, Q, K]. table [H, R]: the relative
-    biases, or None in cross-attention. A query that may attend to no key gets zeros.
+    q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K] or None.
     """
-    scores = jnp.einsum("bqhc,bkhc->bhqk", q, k, preferred_element_type=jnp.float32)
-    if table is not None:
-        bias = position_bias(table, q.shape[1], k.shape[1], bidirectional, cfg)
-        # Add the bias as a product with ones: the gradient of the bias is then a matmul,
-        # which is much faster on a CPU than a sum over the batch.
+    scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
+    if bias is not None:
+        # Add the bias as a product with ones: its gradient is then a matmul, which is
+        # much faster on a CPU than a sum over the batch.
         scores += jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
-    scores = jnp.where(mask, scores, -1e10)  # so far below -1e9 that all weights are 0
-    # The softmax is weights / z. Divide after the matmul, where the array is smaller.
-    largest = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), -1e9)
-    weights = jnp.exp(scores - lax.stop_gradient(largest))
-    z = jnp.einsum("bhqk->bqh", weights)[..., None]
-    sums = jnp.einsum(
-        "bhqk,bkhc->bqhc", weights.astype(v.dtype), v, preferred_element_type=jnp.float32
-    )
-    return (sums / jnp.where(z == 0, 1, z)).astype(v.dtype)
+    weights = jax.nn.softmax(jnp.where(mask, scores, -1e10), axis=-1)
+    return jnp.einsum("bhqk,bhkc->bhqc", weights.astype(v.dtype), v)
+
+
+def chosen_forms(cfg: ModelConfig) -> dict[str, str]:
+    """Return which attention and loss run: "xla" in this file, the others in extras/."""
+    on_tpu = partition.platform() == "tpu"
+    # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
+    saves = on_tpu or cfg.vocab_size > 1 << 16
+    automatic = {
+        "attention": "kernel" if on_tpu else "xla",
+        "loss": "chunked" if saves else "xla",
+    }
+    chosen = {"attention": cfg.attention, "loss": cfg.loss}
+    return {k: automatic[k] if form == "auto" else form for k, form in chosen.items()}
 
 
 def attend_on_mesh(
     q, k, v, mask, cfg: ModelConfig, table=None, bidirectional: bool = False
 ) -> Array:
-    """Let each device attend for its own rows and heads, without communication."""
-    compute = dot_product_attention
-    on_tpu = partition.platform() == "tpu"
-    if cfg.attention == "kernel" or (cfg.attention == "auto" and on_tpu):
-        from extras.attention_kernel import attend as compute  # the same result, faster
-    local = functools.partial(compute, bidirectional=bidirectional, cfg=cfg)
-    heads = spec(("batch", None, "heads"))
+    """Let each device attend for its own rows and heads, without communication.
+
+    table [H, R]: the relative biases, or None in cross-attention.
+    """
+    attend = dot_product_attention
+    if chosen_forms(cfg)["attention"] == "kernel":
+        from extras.attention_kernel import attend  # the same result, faster
+
+    def local(q, k, v, mask, table):
+        bias = None
+        if table is not None:
+            bias = position_bias(table, q.shape[2], k.shape[2], bidirectional, cfg)
+        return attend(q, k, v, mask, bias)
+
+    heads = spec(("batch", "heads"))
     in_specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
     sharded = jax.shard_map(local, in_specs=in_specs, out_specs=heads, check_vma=False)
     return sharded(q, k, v, mask, table)
 
 
 def split_heads(x: Array, cfg: ModelConfig) -> Array:
-    """Split activations into heads: [B, K, H * C] becomes [B, K, H, C]."""
+    """Split activations into heads: [B, K, A] becomes [B, H, K, C]."""
     x = shard(x, "batch", None, "heads")
-    return x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv)
+    return x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv).swapaxes(1, 2)
 
 
 def keys_values(w: dict, x: Array, cfg: ModelConfig) -> tuple[Array, Array]:
-    """Project activations [B, K, D] to the keys and values [B, K, H, C] of all heads."""
+    """Project activations [B, K, D] to the keys and values [B, H, K, C] of all heads."""
     return split_heads(dense(x, w["key"]), cfg), split_heads(dense(x, w["value"]), cfg)
 
 
 def attention(
     w: dict,
     x: Array,
-    keys_and_values: tuple[Array, Array],
+    source: Array | None,
     attend: Callable,
     cfg: ModelConfig,
-    key: Array | None = None,
+    rng: Array | None = None,
 ) -> Array:
     """Compute multi-head attention. x [B, Q, D] are normalized activations.
 
+    source [B, K, D]: what keys and values are computed of: x, or in cross-attention the
+    output of the encoder. With None, `attend` gets no keys and values, and has its own.
     attend: a function (q, k, v) such as `attend_on_mesh` with its other arguments.
     """
-    key_probabilities, key_out = split_key(key, 2)
+    rng_probabilities, rng_out = split_rng(rng, 2)
     q = split_heads(dense(x, w["query"]), cfg)
-    k, v = keys_and_values
+    k, v = (None, None) if source is None else keys_values(w, source, cfg)
     # T5 drops a key for all queries of a head at once. Setting the value of this key to
     # zero has the same effect as dropping the probability, and needs a smaller mask.
-    v = dropout(v, cfg.dropout, key_probabilities, axis=3)
-    heads = attend(q, k, v).reshape(*x.shape[:2], -1)
+    v = dropout(v, cfg.dropout, rng_probabilities, axis=3)
+    heads = attend(q, k, v).swapaxes(1, 2).reshape(*x.shape[:2], -1)
     out = dense(heads, w["out"])
-    return dropout(shard(out, "batch", None, None), cfg.dropout, key_out)
+    return dropout(shard(out, "batch", None, None), cfg.dropout, rng_out)
 
 
-def mlp(w: dict, x: Array, cfg: ModelConfig, key: Array | None = None) -> Array:
+def mlp(w: dict, x: Array, cfg: ModelConfig, rng: Array | None = None) -> Array:
     """Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down for T5 1.0."""
-    key_hidden, key_out = split_key(key, 2)
+    rng_hidden, rng_out = split_rng(rng, 2)
     activation = ACTIVATIONS[cfg.activation.removeprefix("gated_")]
     up = dense(x, w["up"])
     hidden = activation(dense(x, w["gate"])) * up if "gate" in w else activation(up)
-    hidden = dropout(shard(hidden, "batch", None, "mlp"), cfg.dropout, key_hidden)
+    hidden = dropout(shard(hidden, "batch", None, "mlp"), cfg.dropout, rng_hidden)
     out = dense(hidden, w["down"])
-    return dropout(shard(out, "batch", None, None), cfg.dropout, key_out)
+    return dropout(shard(out, "batch", None, None), cfg.dropout, rng_out)
 
 
 # ---- encoder and decoder ---------------------------------------------------------------
 
 
-def embed(params: dict, ids: Array, cfg: ModelConfig, key: Array | None = None) -> Array:
+def embed(params: dict, ids: Array, cfg: ModelConfig, rng: Array | None = None) -> Array:
     """Look up the embedding vector of each token id [B, Q]. T5 does not scale them."""
     # Cast after the lookup: the gradient sums over the occurrences of a token in float32.
     x = params["embed"][ids].astype(compute_dtype(cfg))
-    return dropout(shard(x, "batch", None, None), cfg.dropout, key)
+    return dropout(shard(x, "batch", None, None), cfg.dropout, rng)
 
 
 # What the forward pass saves for the backward pass, which recomputes everything else. The
@@ -342,111 +356,101 @@ def gather_weights(table: dict, w: dict) -> dict:
 
 
 def run_layers(
-    layer: Callable, x: Array, stack: str, params: dict, cfg: ModelConfig, key
+    layer: Callable, x: Array, stack: str, params: dict, cfg: ModelConfig, rng=None
 ) -> Array:
     """Apply all layers of the encoder or decoder to activations x [B, Q, D].
 
-    layer: a function (weights, x, key) -> x. stack: "encoder" or "decoder".
+    layer: a function (weights, x, rng) -> x. stack: "encoder" or "decoder".
     """
     table = param_table(cfg)[stack]["layers"]
     # Cast before the loop, so that the all-gathers of FSDP move half as many bytes.
     weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack]["layers"])
     depth = len(jax.tree.leaves(weights)[0])
-    keys = None if key is None else jax.random.split(key, depth)
+    rngs = None if rng is None else jax.random.split(rng, depth)
 
-    def step(x, weights_and_key):
-        w, key = weights_and_key
-        return layer(gather_weights(table, w), x, key), None
+    def step(x, weights_and_rng):
+        w, rng = weights_and_rng
+        return layer(gather_weights(table, w), x, rng), None
 
     # A loop copies the weights of each layer out of the stacked arrays. Unrolling it made
     # a step of T5 small a quarter faster on a TPU, but the compilation takes longer.
     unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 2048
     # If the loop is unrolled, a barrier keeps XLA from saving what is recomputed.
     step = jax.checkpoint(step, policy=REMAT[cfg.remat], prevent_cse=unroll)
-    return lax.scan(step, x, (weights, keys), unroll=unroll)[0]
+    return lax.scan(step, x, (weights, rngs), unroll=unroll)[0]
 
 
 def encode(
-    params: dict, cfg: ModelConfig, inputs: Array, segments: Array, key=None
+    params: dict, inputs: Array, segments: Array, cfg: ModelConfig, rng=None
 ) -> Array:
     """Run the encoder on token ids [B, S]. Returns [B, S, D].
 
     segments [B, S]: the number of each token's example in its row, or 0 for padding.
     """
-    key_embed, key_layers, key_end = split_key(key, 3)
+    rng_embed, rng_layers, rng_end = split_rng(rng, 3)
     mask = attention_mask(segments, segments)
 
-    def layer(w, x, key):
-        key_self, key_mlp = split_key(key, 2)
-        own = w["attention"] if cfg.layer_biases else params["encoder"]
+    def layer(w, x, rng):
+        rng_self, rng_mlp = split_rng(rng, 2)
+        # UMT5 has a table in each layer. It hides that of the stack.
+        table = (params["encoder"] | w["attention"])["relative_bias"]
         attend = functools.partial(
-            attend_on_mesh,
-            mask=mask,
-            cfg=cfg,
-            table=own["relative_bias"],
-            bidirectional=True,
+            attend_on_mesh, mask=mask, cfg=cfg, table=table, bidirectional=True
         )
         normalized = rms_norm(x, w["attention"]["norm"])
-        kv = keys_values(w["attention"], normalized, cfg)
-        x += attention(w["attention"], normalized, kv, attend, cfg, key_self)
-        return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp)
+        x += attention(w["attention"], normalized, normalized, attend, cfg, rng_self)
+        return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, rng_mlp)
 
-    x = embed(params, inputs, cfg, key_embed)
-    x = run_layers(layer, x, "encoder", params, cfg, key_layers)
-    return dropout(rms_norm(x, params["encoder"]["norm"]), cfg.dropout, key_end, None)
+    x = embed(params, inputs, cfg, rng_embed)
+    x = run_layers(layer, x, "encoder", params, cfg, rng_layers)
+    return dropout(rms_norm(x, params["encoder"]["norm"]), cfg.dropout, rng_end, None)
 
 
 def decoder_layer(
     w: dict,
     x: Array,
-    self_kv: Callable,
+    encoded: Array | None,
     attend: Callable,
-    cross_kv: tuple[Array, Array],
     cross_attend: Callable,
     cfg: ModelConfig,
-    key: Array | None = None,
+    rng: Array | None = None,
 ) -> Array:
     """Apply self-attention, cross-attention and MLP. Returns the activations [B, T, D].
 
-    self_kv: a function that maps normalized activations to keys and values. infer.py adds
-    the keys and values of earlier tokens from its cache. attend: as in `attention`.
+    encoded: the output of the encoder, or None if cross_attend has its own keys.
     """
-    key_self, key_cross, key_mlp = split_key(key, 3)
+    rng_self, rng_cross, rng_mlp = split_rng(rng, 3)
     w_self, w_cross = w["self_attention"], w["cross_attention"]
     normalized = rms_norm(x, w_self["norm"])
-    x += attention(w_self, normalized, self_kv(normalized), attend, cfg, key_self)
+    x += attention(w_self, normalized, normalized, attend, cfg, rng_self)
     normalized = rms_norm(x, w_cross["norm"])
-    x += attention(w_cross, normalized, cross_kv, cross_attend, cfg, key_cross)
-    return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, key_mlp)
+    x += attention(w_cross, normalized, encoded, cross_attend, cfg, rng_cross)
+    return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, rng_mlp)
 
 
-def decode(params: dict, cfg: ModelConfig, batch, encoded: Array, key=None) -> Array:
+def decode(params: dict, batch, encoded: Array, cfg: ModelConfig, rng=None) -> Array:
     """Run the decoder on all target positions of a data.Batch. Returns [B, T, D].
 
     With teacher forcing, its inputs are the targets shifted right by one.
     encoded [B, S, D]: the output of the encoder.
     """
-    key_embed, key_layers, key_end = split_key(key, 3)
+    rng_embed, rng_layers, rng_end = split_rng(rng, 3)
     segments = batch.target_segments
     mask = attention_mask(segments, segments, causal=True)
     cross_mask = attention_mask(segments, batch.input_segments)
     cross_attend = functools.partial(attend_on_mesh, mask=cross_mask, cfg=cfg)
 
-    def layer(w, x, key):
-        own = w["self_attention"] if cfg.layer_biases else params["decoder"]
-        attend = functools.partial(
-            attend_on_mesh, mask=mask, cfg=cfg, table=own["relative_bias"]
-        )
-        self_kv = functools.partial(keys_values, w["self_attention"], cfg=cfg)
-        cross_kv = keys_values(w["cross_attention"], encoded, cfg)
-        return decoder_layer(w, x, self_kv, attend, cross_kv, cross_attend, cfg, key)
+    def layer(w, x, rng):
+        table = (params["decoder"] | w["self_attention"])["relative_bias"]
+        attend = functools.partial(attend_on_mesh, mask=mask, cfg=cfg, table=table)
+        return decoder_layer(w, x, encoded, attend, cross_attend, cfg, rng)
 
-    x = embed(params, batch.decoder_inputs, cfg, key_embed)
-    x = run_layers(layer, x, "decoder", params, cfg, key_layers)
-    return dropout(rms_norm(x, params["decoder"]["norm"]), cfg.dropout, key_end)
+    x = embed(params, batch.decoder_inputs, cfg, rng_embed)
+    x = run_layers(layer, x, "decoder", params, cfg, rng_layers)
+    return dropout(rms_norm(x, params["decoder"]["norm"]), cfg.dropout, rng_end)
 
 
-def logits_of(params: dict, cfg: ModelConfig, x: Array) -> Array:
+def compute_logits(params: dict, x: Array, cfg: ModelConfig) -> Array:
     """Compute float32 logits [B, T, V] from the output of the decoder [B, T, D]."""
     x = x.astype(jnp.float32)
     if cfg.tied:
@@ -454,16 +458,16 @@ def logits_of(params: dict, cfg: ModelConfig, x: Array) -> Array:
     return dense(x, params["unembed"])
 
 
-def decoder_output(params: dict, batch, cfg: ModelConfig, key=None) -> Array:
-    """Run encoder and decoder on a data.Batch. key: for dropout. Returns [B, T, D]."""
-    key_encoder, key_decoder = split_key(key, 2)
-    encoded = encode(params, cfg, batch.inputs, batch.input_segments, key_encoder)
-    return decode(params, cfg, batch, encoded, key_decoder)
+def decoder_output(params: dict, batch, cfg: ModelConfig, rng=None) -> Array:
+    """Run encoder and decoder on a data.Batch. rng: for dropout. Returns [B, T, D]."""
+    rng_encoder, rng_decoder = split_rng(rng, 2)
+    encoded = encode(params, batch.inputs, batch.input_segments, cfg, rng_encoder)
+    return decode(params, batch, encoded, cfg, rng_decoder)
 
 
-def forward(params: dict, batch, cfg: ModelConfig, key=None) -> Array:
+def forward(params: dict, batch, cfg: ModelConfig, rng=None) -> Array:
     """Compute the logits of a data.Batch, float32 [B, T, V]."""
-    return logits_of(params, cfg, decoder_output(params, batch, cfg, key))
+    return compute_logits(params, decoder_output(params, batch, cfg, rng), cfg)
 
 
 # ---- loss ------------------------------------------------------------------------------
@@ -497,7 +501,7 @@ def loss_sums(
 
     output: a dict with the output matrix. x [B, T, D]: the output of the decoder.
     """
-    logits = logits_of(output, cfg.model, x)
+    logits = compute_logits(output, x, cfg.model)
     losses = cross_entropy(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
     names = "cross_ent_loss", "z_loss", "accuracy"
     sums = {name: jnp.sum(loss * weight) for name, loss in zip(names, losses)}
@@ -505,23 +509,21 @@ def loss_sums(
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 
 
-def loss_fn(params: dict, batch, cfg: Config, key=None) -> tuple[Array, dict]:
+def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
     """Return the training loss of a batch, and a dict of sums over its target tokens.
 
     The loss is the cross entropy plus the z-loss in nats, summed over all target tokens.
     To get a mean, the caller divides it by the number of tokens.
     """
-    x = decoder_output(params, batch, cfg.model, key)
+    x = decoder_output(params, batch, cfg.model, rng)
     name = "embed" if cfg.model.tied else "unembed"
-    output = {name: params[name]}
     weight = (batch.target_segments > 0).astype(jnp.float32)  # leaves out padding
-    # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
-    saves = partition.platform() == "tpu" or cfg.model.vocab_size > 1 << 16
-    if cfg.model.loss == "chunked" or (cfg.model.loss == "auto" and saves):
+    arguments = {name: params[name]}, x, batch.targets, weight, cfg
+    if chosen_forms(cfg.model)["loss"] == "chunked":
         from extras import chunked_loss
 
-        return chunked_loss.chunked_sums(cfg, output, x, batch.targets, weight)
-    return loss_sums(output, x, batch.targets, weight, cfg)
+        return chunked_loss.chunked_sums(*arguments)
+    return loss_sums(*arguments)
 
 
 def mean_metrics(sums: dict) -> dict:

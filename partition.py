@@ -323,14 +323,14 @@ def read_slice(headers: list[dict], index: tuple, cache: dict) -> np.ndarray:
     return out
 
 
-def load_arrays(folder: Path, template: dict) -> dict[str, jax.Array]:
+def load_arrays(folder: Path, abstract: dict) -> dict[str, jax.Array]:
     """Load arrays from a checkpoint that any number of devices has written.
 
-    template: {name: ShapeDtypeStruct with a sharding}, for some arrays or for all.
+    abstract: {name: ShapeDtypeStruct with a sharding}, for some arrays or for all.
     """
     stored, _ = read_head(folder)
     check_same([header["crc32"] for headers in stored.values() for header in headers])
-    others = [x for x in stored if x.startswith("params/") and x not in template]
+    others = [x for x in stored if x.startswith("params/") and x not in abstract]
     if others:
         raise UserError(
             f"{folder} has arrays that this run has not, such as {others[0]}: use the "
@@ -351,7 +351,7 @@ def load_arrays(folder: Path, template: dict) -> dict[str, jax.Array]:
             like.shape, like.sharding, lambda index: read_slice(headers, index, cache)
         )
 
-    return {name: load(name, like) for name, like in template.items()}
+    return {name: load(name, like) for name, like in abstract.items()}
 
 
 # ---- the checkpoints of a run ----------------------------------------------------------

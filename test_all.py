@@ -84,7 +84,7 @@ SMALL = Config(
 UNEVEN = [(36, 9), (12, 5), (7, 1), (36, 9), (20, 3), (3, 2), (36, 7), (25, 9)]
 
 forward = jax.jit(model.forward, static_argnums=2)
-gradients = jax.jit(train.gradients, static_argnums=0)
+gradients = jax.jit(train.gradients, static_argnums=2)
 train_step = jax.jit(train.train_step, static_argnums=0)
 
 
@@ -415,7 +415,7 @@ def test_lesson_span_corruption_moves_random_spans_to_the_targets(length, densit
 )
 def test_lengths_equal_those_of_t5(inputs, mean, raw, noise, spans, targets):
     cfg = DataConfig(inputs_length=inputs, mean_span_length=mean)
-    assert data.raw_length(cfg) == raw
+    assert data.tokens_per_example(cfg) == raw
     assert data.noise_counts(raw, cfg) == (noise, spans)
     assert noise + spans + 1 == targets
 
@@ -446,7 +446,7 @@ def test_all_compositions_are_equally_likely():
 def test_texts_of_all_lengths_fit_into_a_row(density, mean):
     cfg = DataConfig(noise_density=density, mean_span_length=mean)
     for limit in range(3, 80):
-        longest = data.raw_length(replace(cfg, inputs_length=limit))
+        longest = data.tokens_per_example(replace(cfg, inputs_length=limit))
         for length in range(2, longest + 2):
             noise, spans = data.noise_counts(length, cfg)
             assert 0 < spans <= min(noise, length - noise)
@@ -1061,10 +1061,10 @@ def test_the_command_shows_rows_and_lists_tasks(mixture):
 MESHES = [dict(), dict(fsdp=True), dict(model=2, fsdp=True), dict(model=4)]
 
 
-def template_of(cfg, devices=8):
+def abstract_params(cfg, devices=8):
     """Return {name: shape and sharding} of the parameters on a new mesh."""
     mesh = partition.set_mesh(cfg, jax.devices()[:devices])
-    arrays = partition.flatten(train.state_template(cfg, mesh))
+    arrays = partition.flatten(train.abstract_state(cfg, mesh))
     return {name: a for name, a in arrays.items() if name.startswith("params/")}
 
 
@@ -1097,7 +1097,7 @@ def test_lesson_partition_rules_split_weights_over_a_mesh():
     the stored weights also split "embed" over "data", so that each device stores an eighth
     of a matrix. If "mlp" had no rule, a device would store a quarter.
     """
-    arrays = template_of(change(mesh=dict(model=2, fsdp=True)))
+    arrays = abstract_params(change(mesh=dict(model=2, fsdp=True)))
     for name, axes in {
         "params/embed": ("model", "data"),
         "params/unembed": ("data", "model"),
@@ -1114,7 +1114,7 @@ def test_lesson_partition_rules_split_weights_over_a_mesh():
 def two_steps(cfg, devices):
     """Return the initial state, and the state and metrics after two steps."""
     mesh = partition.set_mesh(cfg, jax.devices()[:devices])
-    shardings = jax.tree.map(lambda a: a.sharding, train.state_template(cfg, mesh))
+    shardings = jax.tree.map(lambda a: a.sharding, train.abstract_state(cfg, mesh))
     init = jax.jit(functools.partial(train.init_state, cfg), out_shardings=shardings)
     batch = partition.put_batch(jax.device_get(make_batch()), mesh)
     first = init()
@@ -1174,7 +1174,7 @@ def test_sizes_that_a_mesh_cannot_split_are_refused(changes, number):
 def test_a_checkpoint_is_loaded_on_any_mesh(tmp_path):
     """Every device writes its part, and reads what it needs from the parts of all."""
     cfg = change(mesh=MESHES[2])
-    saved = random_arrays(template_of(cfg))
+    saved = random_arrays(abstract_params(cfg))
     checkpoints = partition.Checkpoints(tmp_path)
     checkpoints.save(saved, 7, {"row": 3})
     checkpoints.finish()
@@ -1182,7 +1182,7 @@ def test_a_checkpoint_is_loaded_on_any_mesh(tmp_path):
     (checkpoints.path(7) / "shards-00000-of-00009.msgpack").write_bytes(b"old")
     saved = jax.device_get(saved)
     for mesh, devices in ((MESHES[3], 8), (MESHES[2], 4), (MESHES[1], 8), ({}, 1)):
-        template = template_of(change(mesh=mesh), devices)
+        template = abstract_params(change(mesh=mesh), devices)
         step, loaded = load_checkpoint(checkpoints, template)
         assert step == 7
         assert_equal(loaded, saved)
@@ -1192,7 +1192,7 @@ def test_a_checkpoint_is_loaded_on_any_mesh(tmp_path):
 
 def test_each_number_is_written_once(tmp_path):
     """Without FSDP, eight devices hold copies of all weights."""
-    arrays = random_arrays(template_of(SMALL))
+    arrays = random_arrays(abstract_params(SMALL))
     arrays["step"] = jnp.int32(5)
     checkpoints = partition.Checkpoints(tmp_path)
     checkpoints.save(arrays, 1)
@@ -1391,8 +1391,8 @@ def make_packed(cfg=SMALL, seed=0):
     return data.Batch(inputs, input_segments, shifted, targets, segments)
 
 
-attend = jax.jit(model.dot_product_attention, static_argnums=(5, 6))
-encode = jax.jit(model.encode, static_argnums=1)
+attend = jax.jit(model.dot_product_attention)
+encode = jax.jit(model.encode, static_argnums=3)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -1434,7 +1434,7 @@ def test_lesson_near_positions_have_buckets_of_their_own():
 def make_attention(seed=0, queries=5, keys=7):
     """Return random q, k, v, table of biases and mask, where the last query sees no key."""
     rng = np.random.default_rng(seed)
-    shapes = (3, queries, 4, 6), (3, keys, 4, 6), (3, keys, 4, 6), (4, 32)
+    shapes = (3, 4, queries, 6), (3, 4, keys, 6), (3, 4, keys, 6), (4, 32)
     q, k, v, table = (np.float32(rng.standard_normal(shape)) for shape in shapes)
     mask = rng.random((3, 1, queries, keys)) < 0.7
     mask[:, :, -1] = False
@@ -1445,13 +1445,16 @@ def make_attention(seed=0, queries=5, keys=7):
 def test_lesson_attention_is_a_weighted_mean_of_the_values(bidirectional):
     # softmax(q k^T + bias) v, without a division by sqrt(d_kv)
     q, k, v, table, mask = make_attention()
-    found = attend(q, k, v, mask, table, bidirectional, SMALL.model)
     distance = np.arange(7) - np.arange(5)[:, None]
     bias = table[:, model.relative_bucket(distance, bidirectional, SMALL.model)]
+    by_matmul = model.position_bias(table, 5, 7, bidirectional, SMALL.model)
+    np.testing.assert_allclose(by_matmul, bias, rtol=1e-6)
+    found = attend(q, k, v, mask, bias)
     for b, h in np.ndindex(3, 4):
-        weights = np.exp(q[b, :, h] @ k[b, :, h].T + bias[h]) * mask[b, 0]
-        expected = weights / (weights.sum(axis=1, keepdims=True) + 1e-30) @ v[b, :, h]
-        np.testing.assert_allclose(found[b, :, h], expected, rtol=1e-4, atol=1e-6)
+        weights = np.exp(q[b, h] @ k[b, h].T + bias[h]) * mask[b, 0]
+        weights[-1] = 1  # A query that sees no key is padding. It gets the mean.
+        expected = weights / weights.sum(axis=1, keepdims=True) @ v[b, h]
+        np.testing.assert_allclose(found[b, h], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_lesson_the_decoder_is_causal():
@@ -1559,7 +1562,7 @@ def test_the_network_equals_that_of_t5x(name):
     np.testing.assert_array_equal(shifted, case["decoder_input_tokens"])
     batch = data.Batch(inputs, input_segments, shifted, targets, segments)
 
-    encoded = np.asarray(encode(params, cfg, inputs, input_segments))
+    encoded = np.asarray(encode(params, inputs, input_segments, cfg))
     assert_close(encoded[inputs > 0], case["encoded"][inputs > 0])
     logits = forward(params, batch, cfg)
     assert_close(logits[targets > 0], case["logits"][targets > 0])
@@ -1648,24 +1651,20 @@ def test_dropout_masks_have_the_shapes_of_t5x():
         if e.primitive.name == "random_bits"
     ]
     both = [(B, 1, D)] * 6 + [(B, 1, F)] * 2  # embedding, attention, MLP; hidden layer
-    encoder, decoder = [(B, S, H, 1), (B, S, D)], [(B, T, H, 1), (B, S, H, 1)]
+    encoder, decoder = [(B, H, S, 1), (B, S, D)], [(B, H, T, 1), (B, H, S, 1)]
     assert sorted(drawn) == sorted(both + encoder + decoder + [(B, 1, D)] * 2)
 
 
 def test_dropped_values_equal_dropped_probabilities():
-    cfg = change(model=dict(dropout=0.3)).model
     q, k, v, _, mask = make_attention()
     key = jax.random.key(1)
     dropped = model.dropout(jnp.asarray(v), 0.3, key, axis=3)
-    kept = np.asarray(dropped[..., 0] / v[..., 0])  # [B, K, H]: 0 or 1 / 0.7
+    kept = np.asarray(dropped[..., 0] / v[..., 0])  # [B, H, K]: 0 or 1 / 0.7
     assert set(np.round(kept, 4).ravel()) == {0.0, np.float32(1.4286)}
-    found = attend(q, k, dropped, mask, None, True, cfg)
-    scores = np.where(mask, np.einsum("bqhc,bkhc->bhqk", q, k), -np.inf)[:, :, :-1]
-    probabilities = (
-        np.asarray(jax.nn.softmax(scores)) * kept.transpose(0, 2, 1)[:, :, None]
-    )
-    expected = np.einsum("bhqk,bkhc->bqhc", probabilities, v)
-    np.testing.assert_allclose(found[:, :-1], expected, rtol=1e-4, atol=1e-6)
+    found = attend(q, k, dropped, mask)[:, :, :-1]
+    scores = np.where(mask, q @ k.swapaxes(2, 3), -np.inf)[:, :, :-1]
+    expected = (np.asarray(jax.nn.softmax(scores)) * kept[:, :, None]) @ v
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
     # Without a key, or at rate 0, nothing is dropped.
     assert model.dropout(v, 0.3, None) is v and model.dropout(v, 0.0, key) is v
 
@@ -1735,8 +1734,8 @@ def test_lesson_infer_cached_decoding_equals_uncached_decoding(layer_biases):
 
     @jax.jit
     def start(params, batch):
-        encoded = model.encode(params, cfg.model, batch.inputs, batch.input_segments)
-        return infer.init_cache(params, cfg.model, encoded, length=9)
+        encoded = model.encode(params, batch.inputs, batch.input_segments, cfg.model)
+        return infer.init_cache(params, encoded, 9, cfg.model)
 
     decode_step = jax.jit(infer.decode_step, static_argnums=1)
     cache, fixed = start(params, batch)
@@ -1909,7 +1908,7 @@ def test_the_search_goes_on_while_a_live_beam_can_win():
 def test_an_ended_output_is_padded_and_outputs_are_sorted_by_score():
     state = infer.start_outputs(2, 1, 3)
     log_probs = jnp.log(jnp.array([[[0.1, 0.6, 0.3]], [[0.2, 0.3, 0.5]]]))
-    options = dict(decode=DecodeConfig(), rows=None, seed=0)
+    options = dict(decode=DecodeConfig(), numbers=None, seed=0)
     for at in range(2):
         state = infer.append_ids(state, log_probs, at, **options)
     assert state.ids[:, 0].tolist() == [[1, 0, 0], [2, 2, 0]]
@@ -2027,7 +2026,7 @@ def test_beams_without_an_output_are_left_out(one_device):
 def test_vectors_are_means_over_the_inputs_without_padding(one_device):
     params, batch = make_params(SMALL), make_batch()
     vectors = np.asarray(
-        model.encode(params, SMALL.model, batch.inputs, batch.input_segments)
+        model.encode(params, batch.inputs, batch.input_segments, SMALL.model)
     )
     means = [row[:n].mean(axis=0) for row, (n, _) in zip(vectors, UNEVEN)]
     assert_close(infer.mean_vectors(params, batch, SMALL.model), np.array(means))
@@ -2668,7 +2667,7 @@ def test_large_slots_are_split_like_their_parameters(optimizer):
         mesh=dict(model=2, fsdp=True),
     )
     mesh, table = partition.set_mesh(cfg, jax.devices()), model.param_table(cfg.model)
-    template = train.state_template(cfg, mesh)
+    template = train.abstract_state(cfg, mesh)
     shapes = {name: p.shape for name, p in partition.flatten(table).items()}
     for param, sharding in partition.flatten(
         partition.shardings(table, mesh, True)
@@ -2692,9 +2691,9 @@ def test_lesson_train_microbatches_equal_one_batch():
     each target of a short microbatch would count too much.
     """
     params, batch = make_params(SMALL), make_batch()
-    _, expected = gradients(SMALL, params, batch, None)
+    _, expected = gradients(params, batch, SMALL, None)
     cfg = change(train=dict(microbatches=8))
-    sums, found = gradients(cfg, params, batch, None)
+    sums, found = gradients(params, batch, cfg, None)
     assert sums["tokens"] == 45
     assert_close(found, expected)
 
@@ -2712,7 +2711,7 @@ def test_a_step_with_dropout_microbatches_and_loss_divisor():
     total = None
     for i, microbatch_key in enumerate(jax.random.split(key, 2)):
         half = jax.tree.map(lambda a: a[i::2], batch)
-        sums, means = gradients(cfg, params, half, microbatch_key)
+        sums, means = gradients(params, half, cfg, microbatch_key)
         part = jax.tree.map(lambda g: g * sums["tokens"] / 233472, means), sums
         total = jax.tree.map(jnp.add, total, part) if total else part
     grads, total = total
@@ -2884,7 +2883,7 @@ def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet):
     cfg = small_run(steps=1001, start_step=1000)
     run = train.start_run(cfg, tmp_path / "a", "", str(tmp_path / "source"))
     names = partition.flatten(run.state)
-    assert run.step == names["step"] == 1000 and names["slots/0/count"] == 0
+    assert run.step == names["step"] == 1000 and names["opt_state/0/count"] == 0
     assert_equal(
         {k: a for k, a in names.items() if k.startswith("params/")},
         {k: stored[k] for k in names if k.startswith("params/")},
@@ -2893,7 +2892,7 @@ def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet):
         small_run(restore="all", steps=9), tmp_path / "b", "", str(source)
     )
     names = partition.flatten(run.state)
-    assert run.step == names["step"] == 6 and names["slots/0/count"] == 6
+    assert run.step == names["step"] == 6 and names["opt_state/0/count"] == 6
     assert_equal(names, {k: stored[k] for k in names})
     assert_equal(next(run.batches), first_batch)
 
@@ -3229,7 +3228,7 @@ def logits_of(folder, weights, kind):
         theirs = network(ids, mask, decoder_input_ids=starts).logits
         return theirs.detach().numpy(), forward(params, batch, cfg)
     theirs = network(ids, mask).last_hidden_state.detach().numpy()
-    ours = model.encode(params, cfg, batch.inputs, batch.input_segments)
+    ours = model.encode(params, batch.inputs, batch.input_segments, cfg)
     return theirs * mask[..., None].numpy(), ours * mask[..., None].numpy()
 
 
@@ -3481,7 +3480,7 @@ def write_t5x(folder, tree, version=3):
 def restored_state(run):
     """Return the train.TrainState that --train.restore all loads."""
     cfg = configs.load_run(run)[0]
-    template = train.state_template(cfg, jax.sharding.get_mesh())
+    template = train.abstract_state(cfg, jax.sharding.get_mesh())
     return train.load_state(cfg, template, partition.newest_checkpoint(run), "")
 
 
@@ -3492,7 +3491,7 @@ def test_t5x_is_read_with_the_optimizer(tmp_path):
     state = restored_state(tmp_path / "run")
     adafactor = optax.scale_by_factored_rms()
     _, expected = adafactor.update(gradients, adafactor.init(state.params), state.params)
-    found = state.slots[0]
+    found = state.opt_state[0]
     assert found.count == state.step == 1000
     assert_close(found._replace(count=0), expected._replace(count=0), 1e-6)
 
@@ -3503,7 +3502,7 @@ def test_the_state_of_another_optimizer_is_left_out(slot, tmp_path):
     tree, _ = t5x_state(T5X_MODEL)
     tree["state"]["param_states"]["decoder"]["logits_dense"]["kernel"] |= slot
     source = write_t5x(tmp_path / "t5x", tree)
-    assert not any("slots" in name for name in convert.read(source).arrays)
+    assert not any("opt_state" in name for name in convert.read(source).arrays)
 
 
 def test_orbax_is_read(tmp_path):

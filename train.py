@@ -133,21 +133,21 @@ class TrainState(NamedTuple):
 
     step: Array  # the number of steps so far
     params: dict
-    slots: Any  # the state of the optimizer
+    opt_state: Any  # such as the averages of Adafactor
 
 
 def init_state(cfg: Config) -> TrainState:
     """Return the state of a new run, with random parameters."""
     params = model.init_params(cfg.model, jax.random.key(cfg.train.seed))
-    slots = OPTIMIZERS[cfg.train.optimizer](0.0, cfg.train).init(params)
-    return TrainState(jnp.int32(cfg.train.start_step), params, slots)
+    opt_state = OPTIMIZERS[cfg.train.optimizer](0.0, cfg.train).init(params)
+    return TrainState(jnp.int32(cfg.train.start_step), params, opt_state)
 
 
-def state_template(cfg: Config, mesh: Mesh) -> TrainState:
+def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
     """Return the shapes and shardings of a TrainState, without creating arrays.
 
-    A slot with the name and shape of a parameter is split like the parameter. All other
-    slots, such as the means R and C of Adafactor, are small, and every device has a copy.
+    An array of the optimizer with the name and shape of a parameter is split like it. All
+    others, such as the means R and C of Adafactor, are small, and every device has a copy.
     """
     table = model.param_table(cfg.model)
     shardings = partition.flatten(partition.shardings(table, mesh, cfg.mesh.fsdp))
@@ -166,7 +166,7 @@ def state_template(cfg: Config, mesh: Mesh) -> TrainState:
 
 
 def gradients(
-    cfg: Config, params: dict, batch: data.Batch, key: Array | None
+    params: dict, batch: data.Batch, cfg: Config, rng: Array | None
 ) -> tuple[dict, dict]:
     """Compute the gradients of the loss per target token, or over --train.loss_divisor.
 
@@ -178,32 +178,32 @@ def gradients(
     tokens = jnp.sum(batch.target_segments > 0)
     divisor = cfg.train.loss_divisor or jnp.maximum(tokens, 1).astype(jnp.float32)
 
-    def loss(params, microbatch, key):
-        total, sums = model.loss_fn(params, microbatch, cfg, key)
+    def loss(params, microbatch, rng):
+        total, sums = model.loss_fn(params, microbatch, cfg, rng)
         return total / divisor, sums
 
-    def sums_and_gradients(microbatch, key):
-        grads, sums = jax.grad(loss, has_aux=True)(params, microbatch, key)
+    def sums_and_gradients(microbatch, rng):
+        grads, sums = jax.grad(loss, has_aux=True)(params, microbatch, rng)
         return sums, grads
 
     n = cfg.train.microbatches
     if n == 1:
-        return sums_and_gradients(batch, key)
+        return sums_and_gradients(batch, rng)
     # A device holds neighboring rows. Microbatch i has the rows i, i + n, i + 2 n and so
     # on, so that no row has to move to another device.
     microbatches = jax.tree.map(
         lambda a: a.reshape(-1, n, *a.shape[1:]).swapaxes(0, 1), batch
     )
-    keys = None if key is None else jax.random.split(key, n)
+    rngs = None if rng is None else jax.random.split(rng, n)
 
-    def add(total, microbatch_and_key):
-        new = sums_and_gradients(*microbatch_and_key)
+    def add(total, microbatch_and_rng):
+        new = sums_and_gradients(*microbatch_and_rng)
         return jax.tree.map(jnp.add, total, new), None
 
-    first = jax.tree.map(lambda a: a[0], (microbatches, keys))
+    first = jax.tree.map(lambda a: a[0], (microbatches, rngs))
     shapes = jax.eval_shape(sums_and_gradients, *first)
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-    return lax.scan(add, zeros, (microbatches, keys))[0]
+    return lax.scan(add, zeros, (microbatches, rngs))[0]
 
 
 def train_step(
@@ -213,14 +213,14 @@ def train_step(
 
     The result depends only on the arguments, so that it does not matter if a run stops.
     """
-    key = None
+    rng = None
     if cfg.model.dropout:
         # The initial weights use the seed itself, so the dropout masks use seed + 1.
-        key = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
-    sums, grads = gradients(cfg, state.params, batch, key)
+        rng = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
+    sums, grads = gradients(state.params, batch, cfg, rng)
     rate = learning_rate(state.step, cfg.train)
     optimizer = OPTIMIZERS[cfg.train.optimizer](rate, cfg.train)
-    updates, slots = optimizer.update(grads, state.slots, state.params)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     metrics = {
         **model.mean_metrics(sums),
@@ -229,11 +229,11 @@ def train_step(
         "non_padding_fraction/inputs": jnp.mean(batch.input_segments > 0),
         "non_padding_fraction/targets": jnp.mean(batch.target_segments > 0),
     }
-    return TrainState(state.step + 1, params, slots), metrics
+    return TrainState(state.step + 1, params, opt_state), metrics
 
 
 def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]:
-    """Return the template of the state, and the step in the language of the compiler.
+    """Return the abstract state, and the training step, lowered for the compiler.
 
     Raises UserError if the devices cannot share the rows of a microbatch equally.
     """
@@ -250,24 +250,114 @@ def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]
 
     inputs, targets = ids(cfg.data.inputs_length), ids(cfg.data.targets_length)
     batch = data.Batch(inputs, inputs, targets, targets, targets)
-    template = state_template(cfg, mesh)
+    state = abstract_state(cfg, mesh)
     on_tpu = partition.platform() == "tpu"
     kind = mesh.devices.flat[0].device_kind
     step = jax.jit(
         partial(train_step, cfg),
         donate_argnums=0,  # The new state overwrites the memory of the old state.
-        out_shardings=(jax.tree.map(lambda a: a.sharding, template), None),
+        out_shardings=(jax.tree.map(lambda a: a.sharding, state), None),
         compiler_options=partition.tpu_options(kind) if on_tpu else None,
     )
-    return template, step.lower(template, batch)
+    return state, step.lower(state, batch)
 
 
-# ---- metrics and evaluations -----------------------------------------------------------
+# ---- the training loop -----------------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """What `start_run` prepares for the training loop."""
+
+    mesh: Mesh
+    program: Callable  # the compiled train_step
+    state: TrainState
+    step: int  # the step at which the run starts or resumes
+    batches: data.Batches
+    log: "Log"
+    checkpoints: partition.Checkpoints
+    evaluations: "Evaluations"
+
+
+def loop(cfg: Config, run: Run) -> int:
+    """Train until step train.steps, or until a signal. Returns the last step."""
+    t, state, step = cfg.train, run.state, run.step
+    flops = model.train_flops(cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
+    received = stop_signals()
+    clock, clock_step, waited = time.perf_counter(), step, 0.0
+    # With disable=None, there is a progress bar only in a terminal.
+    bar = tqdm(range(step + 1, t.steps + 1), initial=step, total=t.steps, disable=None)
+    for step in bar:
+        began = time.perf_counter()
+        batch = next(run.batches)
+        waited += time.perf_counter() - began
+        # JAX computes the step in the background. Reading a metric waits for its result.
+        state, metrics = run.program(state, partition.put_batch(batch, run.mesh))
+        stops = must_stop(step, received)
+        saves = is_due(t.save_every, step, t) or (stops and t.save_every > 0)
+        logs = is_due(t.log_every, step, t)
+        if logs or saves:
+            metrics = jax.device_get(metrics)
+            run.checkpoints.finish()  # completes the previous save
+            if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
+                raise UserError(
+                    f"At step {step:,}, a loss, gradient or rate is infinite or NaN. "
+                    f"Start another run with a lower --train.learning_rate."
+                )
+        if logs:
+            seconds = time.perf_counter() - clock
+            rows = (step - clock_step) * t.batch_size / seconds
+            timing = {
+                "rows_per_second": rows,
+                "teraflops": rows * flops / 1e12,
+                "data_wait_fraction": waited / seconds,
+            }
+            run.log.write(step, "train", metrics)
+            run.log.write(step, "timing", timing)
+            tqdm.write(
+                f"step {step:,}/{t.steps:,}  loss {metrics['loss']:.3f}  accuracy "
+                f"{metrics['accuracy']:.3f}  learning rate {metrics['learning_rate']:.1e}"
+                f"  {rows:.4g} rows/s  {timing['teraflops']:.3g} TFLOP/s"
+            )
+        if saves:
+            run.log.sync()
+            run.checkpoints.save(partition.flatten(state), step, run.batches.state)
+        if stops:
+            break
+        evaluated = run.evaluations(step, state.params)
+        if logs or saves or evaluated:
+            clock, clock_step, waited = time.perf_counter(), step, 0.0
+    run.checkpoints.finish()
+    run.log.sync()
+    return step
 
 
 def is_due(every: int, step: int, t: TrainConfig) -> bool:
     """Return whether an action is due: every N steps, and after the last step."""
     return every > 0 and (step % every == 0 or step == t.steps)
+
+
+def stop_signals() -> list:
+    """Return a list that gets the first SIGTERM or Ctrl-C. The same again kills."""
+    received = []
+
+    def receive(number, _):
+        received.append(number)
+        signal.signal(number, signal.SIG_DFL)
+
+    if jax.process_count() == 1:  # With several processes, JAX itself handles SIGTERM.
+        signal.signal(signal.SIGTERM, receive)
+        signal.signal(signal.SIGINT, receive)
+    return received
+
+
+def must_stop(step: int, received: list) -> bool:
+    """Return whether to stop after this step. All processes stop after the same step."""
+    if jax.process_count() == 1:
+        return bool(received)
+    return multihost_utils.reached_preemption_sync_point(step)
+
+
+# ---- metrics and evaluations -----------------------------------------------------------
 
 
 class Log:
@@ -350,7 +440,7 @@ class Evaluations:
         t, made = self.cfg.train, False
         for kind, every, names, evaluation in (
             ("training_eval", t.eval_every, self.held_out, self.measure_loss),
-            ("inference_eval", t.infer_every, self.with_metrics, self.generate),
+            ("inference_eval", t.infer_every, self.with_metrics, self.measure_outputs),
         ):
             for name in names:
                 group = f"{kind}/{name}"
@@ -371,11 +461,11 @@ class Evaluations:
         tqdm.write(evaluate.held_out_example(*run, batches[0], self.tokenizer))
         return evaluate.evaluate_loss(*run, batches, self.tokenizer)
 
-    def generate(self, name: str, step: int, params: dict) -> dict[str, float]:
+    def measure_outputs(self, name: str, step: int, params: dict) -> dict[str, float]:
         """Compute metrics of generated outputs, and write the outputs to RUN_DIR/eval."""
         run, t = (params, self.cfg, self.mesh), self.cfg.train
-        most = t.eval_batches * t.batch_size or None
-        metrics, lines = evaluate.predict(*run, name, "validation", self.tokenizer, most)
+        limit = t.eval_batches * t.batch_size or None
+        metrics, lines = evaluate.predict(*run, name, "validation", self.tokenizer, limit)
         if partition.is_main_process():
             evaluate.write_lines(self.log.run_dir / "eval", name, step, lines)
         return metrics
@@ -417,31 +507,18 @@ def open_tokenizer(cfg: Config, run_dir: Path, resumes: bool, init_from: str):
 
 
 def load_state(
-    cfg: Config, template: TrainState, folder: Path | None, prefix: str
+    cfg: Config, abstract: TrainState, folder: Path | None, prefix: str
 ) -> TrainState:
     """Load the arrays whose names begin with a prefix. The others get initial values."""
-    arrays = partition.flatten(template)
+    arrays = partition.flatten(abstract)
     wanted = {name: a for name, a in arrays.items() if name.startswith(prefix)}
     loaded = partition.load_arrays(folder, wanted) if folder else {}
     if len(loaded) < len(arrays):
-        shardings = jax.tree.map(lambda a: a.sharding, template)
+        shardings = jax.tree.map(lambda a: a.sharding, abstract)
         initial = jax.jit(partial(init_state, cfg), out_shardings=shardings)()
         arrays = partition.flatten(initial)
     arrays |= loaded
-    return jax.tree.unflatten(jax.tree.structure(template), arrays.values())
-
-
-class Run(NamedTuple):
-    """What `start_run` prepares for the training loop."""
-
-    mesh: Mesh
-    program: Callable  # the compiled train_step
-    state: TrainState
-    step: int  # the step at which the run starts or resumes
-    batches: data.Batches
-    log: Log
-    checkpoints: partition.Checkpoints
-    evaluations: Evaluations
+    return jax.tree.unflatten(jax.tree.structure(abstract), arrays.values())
 
 
 def find_start(cfg: Config, run_dir: Path, init_from: str) -> tuple:
@@ -478,10 +555,11 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
         evaluate.metric_functions(data.find_task(name, cfg))
     resumed, folder, step, prefix = find_start(cfg, run_dir, init_from)
     mesh = partition.set_mesh(cfg)
-    template, lowered = lower_step(cfg, mesh)
+    abstract, lowered = lower_step(cfg, mesh)
     print(f"model    {model.describe_model(cfg)}")
     kind = mesh.devices.flat[0].device_kind
-    print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
+    forms = model.chosen_forms(cfg.model)
+    print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}, {forms}")
     print(f"start    step {step:,}, {folder or 'random weights'}")
     tokenizer = partition.main_process_first(
         lambda: open_tokenizer(cfg, run_dir, bool(resumed), init_from)
@@ -496,7 +574,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
             configs.write_file(run_dir / "recipe.py", Path(recipe).read_text())
     with ThreadPoolExecutor(1) as thread:  # Compile while the state is loaded.
         compiling = thread.submit(lowered.compile)
-        state = load_state(cfg, template, folder, prefix)
+        state = load_state(cfg, abstract, folder, prefix)
         program = compiling.result()
     log = Log(run_dir, step)
     checkpoints = partition.Checkpoints(run_dir, cfg.train.keep)
@@ -504,83 +582,6 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
     if resumed:  # A kill may have prevented the evaluations of this checkpoint.
         evaluations(step, state.params)
     return Run(mesh, program, state, step, batches, log, checkpoints, evaluations)
-
-
-# ---- the training loop -----------------------------------------------------------------
-
-
-def stop_signals() -> list:
-    """Return a list that gets the first SIGTERM or Ctrl-C. The same again kills."""
-    received = []
-
-    def receive(number, _):
-        received.append(number)
-        signal.signal(number, signal.SIG_DFL)
-
-    if jax.process_count() == 1:  # With several processes, JAX itself handles SIGTERM.
-        signal.signal(signal.SIGTERM, receive)
-        signal.signal(signal.SIGINT, receive)
-    return received
-
-
-def must_stop(step: int, received: list) -> bool:
-    """Return whether to stop after this step. All processes stop after the same step."""
-    if jax.process_count() == 1:
-        return bool(received)
-    return multihost_utils.reached_preemption_sync_point(step)
-
-
-def loop(cfg: Config, run: Run) -> int:
-    """Train until step train.steps, or until a signal. Returns the last step."""
-    t, state, step = cfg.train, run.state, run.step
-    flops = model.train_flops(cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
-    received = stop_signals()
-    clock, clock_step, waited = time.perf_counter(), step, 0.0
-    # With disable=None, there is a progress bar only in a terminal.
-    bar = tqdm(range(step + 1, t.steps + 1), initial=step, total=t.steps, disable=None)
-    for step in bar:
-        began = time.perf_counter()
-        batch = next(run.batches)
-        waited += time.perf_counter() - began
-        # JAX computes the step in the background. Reading a metric waits for its result.
-        state, metrics = run.program(state, partition.put_batch(batch, run.mesh))
-        stops = must_stop(step, received)
-        saves = is_due(t.save_every, step, t) or (stops and t.save_every > 0)
-        logs = is_due(t.log_every, step, t)
-        if logs or saves:
-            metrics = jax.device_get(metrics)
-            run.checkpoints.finish()  # completes the previous save
-            if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
-                raise UserError(
-                    f"At step {step:,}, a loss, gradient or rate is infinite or NaN. "
-                    f"Start another run with a lower --train.learning_rate."
-                )
-        if logs:
-            seconds = time.perf_counter() - clock
-            rows = (step - clock_step) * t.batch_size / seconds
-            timing = {
-                "rows_per_second": rows,
-                "teraflops": rows * flops / 1e12,
-                "data_wait_fraction": waited / seconds,
-            }
-            run.log.write(step, "train", metrics)
-            run.log.write(step, "timing", timing)
-            tqdm.write(
-                f"step {step:,}/{t.steps:,}  loss {metrics['loss']:.3f}  accuracy "
-                f"{metrics['accuracy']:.3f}  learning rate {metrics['learning_rate']:.1e}"
-                f"  {rows:.4g} rows/s  {timing['teraflops']:.3g} TFLOP/s"
-            )
-        if saves:
-            run.log.sync()
-            run.checkpoints.save(partition.flatten(state), step, run.batches.state)
-        if stops:
-            break
-        evaluated = run.evaluations(step, state.params)
-        if logs or saves or evaluated:
-            clock, clock_step, waited = time.perf_counter(), step, 0.0
-    run.checkpoints.finish()
-    run.log.sync()
-    return step
 
 
 def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> None:
@@ -624,13 +625,13 @@ def parse(argv: list[str] | None = None) -> Options:
     cfg = configs.load_recipe(flags.config or "tiny") if use_recipe else stored
     if init_from:
         origin = stored if resumes else configs.load_run(configs.run_of(init_from))[0]
-        cfg = configs.with_weights_of(cfg, origin)
+        cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from)
     options = configs.change_settings(options, argv)
     if resumes:
         configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
     elif init_from:
-        wanted = configs.with_weights_of(options.cfg, origin)
+        wanted = configs.with_network_of(options.cfg, origin)
         configs.refuse_differences(options.cfg, wanted, [], init_from)
     return options
 

@@ -17,8 +17,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
-from configs import ModelConfig
-from model import dot_product_attention, position_bias
+from model import dot_product_attention
 
 # The most scores (rows * heads * queries * keys) that fit into on-chip memory.
 MAX_SCORES = 1 << 19
@@ -77,13 +76,10 @@ def forward_kernel(C, mask_ref, bias_ref, q_ref, k_ref, v_ref, out_ref, log_z_re
             weights = jnp.exp(scores - largest)
             z = weights.sum(-1, keepdims=True)
             sums = matmul("qk,kc->qc", weights.astype(v.dtype), v)
-            # A query that may attend to no key gets 0, and in the backward pass, where
-            # the probabilities are exp(scores - log_z), no gradient.
-            sees_a_key = largest > -1e9
-            log_z = jnp.where(sees_a_key, largest + jnp.log(z), jnp.inf)
-            out = jnp.where(columns, jnp.where(sees_a_key, sums / z, 0), out)
+            out = jnp.where(columns, sums / z, out)
             # Store the column as a row: a column would need the memory of 128 columns.
-            log_z_ref[row, head] = jnp.broadcast_to(log_z, (len(q), 128)).T[0]
+            log_z = jnp.broadcast_to(largest + jnp.log(z), (len(q), 128))
+            log_z_ref[row, head] = log_z.T[0]
         out_ref[row] = out.astype(out_ref.dtype)
 
     lax.fori_loop(0, len(q_ref), attend_in_row, None)
@@ -92,7 +88,8 @@ def forward_kernel(C, mask_ref, bias_ref, q_ref, k_ref, v_ref, out_ref, log_z_re
 def backward_kernel(C, *refs):
     """Compute the gradients of a block.
 
-    Let p be the probabilities of the softmax. Their gradient is d_p = d_out v^T, and that
+    Let p be the probabilities of the softmax, exp(scores - log_z). For a query that may attend
+    to no key they are wrong, but such a query is padding, for which d_out is 0. Their gradient is d_p = d_out v^T, and that
     of the scores is p * (d_p - row_sum), where row_sum is the sum of d_out * out.
     """
     mask_ref, bias_ref, q_ref, k_ref, v_ref, out_ref, log_z_ref, d_out_ref = refs[:8]
@@ -217,14 +214,12 @@ def backward(C, saved, d_out):
 attend_in_blocks.defvjp(forward, backward)
 
 
-def attend(q, k, v, mask, table, bidirectional: bool, cfg: ModelConfig) -> Array:
+def attend(q, k, v, mask, bias=None) -> Array:
     """Compute what model.dot_product_attention computes, with its arguments."""
-    (B, Q, H, C), K = q.shape, k.shape[1]
-    if not block_sizes(q.shape, K):
-        return dot_product_attention(q, k, v, mask, table, bidirectional, cfg)
-    q, k, v = (x.reshape(B, -1, H * C) for x in (q, k, v))
-    bias = None
-    if table is not None:
-        bias = position_bias(table, Q, K, bidirectional, cfg)
+    (B, H, Q, C), K = q.shape, k.shape[2]
+    if not block_sizes((B, Q, H, C), K):
+        return dot_product_attention(q, k, v, mask, bias)
+    q, k, v = (x.swapaxes(1, 2).reshape(B, -1, H * C) for x in (q, k, v))
     mask = jnp.broadcast_to(mask[:, 0], (B, Q, K)).astype(jnp.int8)
-    return attend_in_blocks(C, q, k, v, bias, mask).reshape(B, Q, H, C)
+    out = attend_in_blocks(C, q, k, v, bias, mask)
+    return out.reshape(B, Q, H, C).swapaxes(1, 2)

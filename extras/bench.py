@@ -63,8 +63,8 @@ def measure(name: str, cfg: configs.Config, steps: int) -> None:
     shifted = data.shift_right(targets, real)
     batch = data.Batch(inputs, np.ones_like(inputs), shifted, targets, real)
     batch = partition.put_batch(batch, mesh)
-    template, lowered = train.lower_step(cfg, mesh)
-    program, state = lowered.compile(), train.load_state(cfg, template, None, "")
+    abstract, lowered = train.lower_step(cfg, mesh)
+    program, state = lowered.compile(), train.load_state(cfg, abstract, None, "")
 
     def step():
         nonlocal state

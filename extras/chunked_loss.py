@@ -23,7 +23,7 @@ from configs import Config
 PART = 1536
 
 
-def part_gradients(cfg, output, x, targets, weight):
+def part_gradients(output, x, targets, weight, cfg):
     """Return the sums of model.loss_sums and the gradients of its total.
 
     Each device does this for its own rows. The gradients are those of output and x.
@@ -50,18 +50,18 @@ def part_gradients(cfg, output, x, targets, weight):
     return *lax.psum((sums, d_output), "data"), d_x.swapaxes(0, 1).reshape(x.shape)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def chunked_sums(
-    cfg: Config, output: dict, x: Array, targets: Array, weight: Array
+    output: dict, x: Array, targets: Array, weight: Array, cfg: Config
 ) -> tuple[Array, dict]:
     """Compute what model.loss_sums computes. Only the total loss has a gradient."""
     return model.loss_sums(output, x, targets, weight, cfg)
 
 
-def forward(cfg, output, x, targets, weight):
+def forward(output, x, targets, weight, cfg):
     rows = P("data")
     local = jax.shard_map(
-        functools.partial(part_gradients, cfg),
+        functools.partial(part_gradients, cfg=cfg),
         in_specs=(P(), rows, rows, rows),
         out_specs=(P(), P(), rows),
         axis_names={"data"},

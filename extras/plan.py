@@ -212,13 +212,13 @@ def main():
         jax.config.update("jax_num_cpu_devices", options.devices)
         devices = jax.devices()
     mesh = partition.set_mesh(cfg, devices)
-    template, lowered = train.lower_step(cfg, mesh)
+    abstract, lowered = train.lower_step(cfg, mesh)
     program, text = compile_step(lowered)
     memory = program.memory_analysis()
 
     state = sum(
         math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize
-        for a in jax.tree.leaves(template)
+        for a in jax.tree.leaves(abstract)
     )
     report("weights and optimizer", state / 1e9, "GB in the memory of each device")
     if options.topology:

@@ -50,14 +50,16 @@ def test_the_attention_kernel_equals_the_equation(
     """The kernel runs in the interpreter of Pallas, with several blocks on each axis."""
     q, k, v, table, mask = make_attention(0, queries, keys)
     monkeypatch.setattr(attention_kernel, "MAX_SCORES", 4 * 128 * keys)
-    blocks = attention_kernel.block_sizes(q.shape, keys)
+    blocks = attention_kernel.block_sizes((3, queries, 4, 6), keys)
     assert blocks == (3 if queries == 16 else 1, 4, min(queries, 128))
     weight = np.random.default_rng(1).standard_normal(q.shape)
+    weight[:, :, -1] = 0  # The last query sees no key: it is padding, without a loss.
 
     def values_and_gradients(attention):
         def total(q, k, v, table):
-            biases = table if bidirectional is not None else None
-            out = attention(q, k, v, mask, biases, bidirectional, SMALL.model)
+            args = queries, keys, bidirectional, SMALL.model
+            bias = None if bidirectional is None else model.position_bias(table, *args)
+            out = attention(q, k, v, mask, bias)
             return jnp.sum(out * weight), out
 
         return jax.jit(jax.value_and_grad(total, (0, 1, 2, 3), has_aux=True))(
@@ -804,7 +806,7 @@ def test_a_checkpoint_that_tensorflow_wrote(tmp_path):
         np.testing.assert_array_equal(array, recorded_value(name, array.shape), name)
     state = restored_state(tmp_path / "run")
     assert state.step == 1234
-    v = state.slots[0].v["decoder"]["layers"]["mlp"]["down"][1]
+    v = state.opt_state[0].v["decoder"]["layers"]["mlp"]["down"][1]
     name = "decoder/block_001/layer_002/DenseReluDense/wo/kernel_slot_v"
     np.testing.assert_array_equal(v, recorded_value(name, v.shape))
 

@@ -61,7 +61,7 @@ def write(weights, names: list[tuple], folder: Path, dtype: np.dtype) -> None:
         raise UserError(
             "T5X has no model with position biases in each layer: use --to hf."
         )
-    has_slots = "slots/0/v/embed" in arrays
+    has_slots = "opt_state/0/v/embed" in arrays
     tree = {"state/step": np.int32(arrays["step"])}
     for path, layer, _, name, _ in names:
         index = ... if layer is None else layer
@@ -69,7 +69,7 @@ def write(weights, names: list[tuple], folder: Path, dtype: np.dtype) -> None:
         tree[f"target/{name}"] = write_zarr(folder, f"target/{name}", array)
         for slot in ("m", "v", "v_row", "v_col") if has_slots else ():
             full_name = f"state/param_states/{name}/{slot}"
-            array = arrays.get(f"slots/0/{slot}/{path}", np.zeros(1, np.float32))
+            array = arrays.get(f"opt_state/0/{slot}/{path}", np.zeros(1, np.float32))
             if array.shape != (1,):  # A single zero stands for an array that is not used.
                 array = array[index]
             is_large = slot == "v" and array.shape != (1,)
