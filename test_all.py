@@ -1,4 +1,4 @@
-"""Test plain T5, in the order of its files: configs, data, partition, model, ...
+"""Test plain T5: first the lessons, then all else in the order of its files.
 
 A lesson is a short test that explains one idea, and checks it against a slow version in
 plain Python or a result by hand. The other tests compare plain T5 with recorded results of
@@ -109,14 +109,9 @@ def make_params(cfg, seed=0):
 
 def make_batch(cfg=SMALL, lengths=UNEVEN, seed=0):
     """Return a Batch of random tokens with one example in each row."""
-    rng = np.random.default_rng(seed)
-    inputs, targets = (
-        [rng.integers(3, cfg.model.vocab_size, size) for size in sizes]
-        for sizes in zip(*lengths)
-    )
-    batch = data.pad_batch(
-        inputs, targets, cfg.data.inputs_length, cfg.data.targets_length
-    )
+    rng, V = np.random.default_rng(seed), cfg.model.vocab_size
+    sides = [[rng.integers(3, V, size) for size in sizes] for sizes in zip(*lengths)]
+    batch = data.pad_batch(*sides, cfg.data.inputs_length, cfg.data.targets_length)
     return jax.tree.map(jnp.asarray, batch)
 
 
@@ -214,6 +209,603 @@ def compiled(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+# ---- lessons: model, data, train, infer, partition, evaluate, convert ------------------
+
+
+def make_packed(cfg=SMALL, seed=0):
+    """Return a Batch of four rows, each with two examples and padding."""
+    rng = np.random.default_rng(seed)
+    sides = []
+    for length in (cfg.data.inputs_length, cfg.data.targets_length):
+        ends = np.sort(rng.integers(1, length, (4, 2)))
+        segments = (np.arange(length) < ends[:, 1:]) * (
+            1 + (np.arange(length) >= ends[:, :1])
+        )
+        ids = rng.integers(3, cfg.model.vocab_size, segments.shape) * (segments > 0)
+        sides += [np.int32(ids), np.int32(segments)]
+    inputs, input_segments, targets, segments = sides
+    shifted = data.shift_right(targets, segments)
+    return data.Batch(inputs, input_segments, shifted, targets, segments)
+
+
+attend = jax.jit(model.dot_product_attention)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def loss_and_gradients(params, batch, cfg):
+    """Return ((loss, sums), gradients) of model.loss_fn."""
+    return jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch, cfg)
+
+
+def test_lesson_rms_norm_divides_by_the_root_mean_square():
+    # The root mean square of [3, 4] is sqrt((9 + 16) / 2). A longer vector gives the same.
+    x, scale = jnp.array([[3.0, 4.0], [300.0, 400.0]]), jnp.array([1.0, 10.0])
+    expected = [3 / 12.5**0.5, 10 * 4 / 12.5**0.5]
+    np.testing.assert_allclose(model.rms_norm(x, scale), [expected, expected], rtol=1e-6)
+    # A millionth is added to the mean square, so that zeros stay zeros.
+    x = jnp.array([[0.0, 0.0], [1e-3, -1e-3]])
+    expected = [[0, 0], [0.5**0.5, -(0.5**0.5)]]
+    np.testing.assert_allclose(model.rms_norm(x, jnp.ones(2)), expected, rtol=1e-6)
+
+
+def test_lesson_near_positions_have_buckets_of_their_own():
+    # A row is a query, and a column is a key. Half of the 8 buckets hold one distance each.
+    # The encoder uses buckets 5 to 7 for later keys. In the decoder they are masked.
+    cfg = ModelConfig(relative_buckets=8, relative_max_distance=16)
+    distance = np.array([0, 1, 4, 5, 6, 7, 8, 10, 14, 99]) - np.array([[0], [6], [16]])
+    encoder = [
+        [0, 5, 6, 6, 7, 7, 7, 7, 7, 7],
+        [3, 2, 2, 1, 0, 5, 6, 6, 7, 7],
+        [3, 3, 3, 3, 3, 3, 3, 3, 2, 7],
+    ]
+    decoder = [
+        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
+        [5, 4, 2, 1, 0, 0, 0, 0, 0, 0],
+        [7, 7, 7, 6, 6, 6, 6, 5, 2, 0],
+    ]
+    np.testing.assert_array_equal(model.relative_bucket(distance, True, cfg), encoder)
+    np.testing.assert_array_equal(model.relative_bucket(distance, False, cfg), decoder)
+
+
+def make_attention(seed=0, queries=5, keys=7):
+    """Return random q, k, v, table of biases and mask, where the last query sees no key."""
+    rng = np.random.default_rng(seed)
+    shapes = (3, 4, queries, 6), (3, 4, keys, 6), (3, 4, keys, 6), (4, 32)
+    q, k, v, table = (np.float32(rng.standard_normal(shape)) for shape in shapes)
+    mask = rng.random((3, 1, queries, keys)) < 0.7
+    mask[:, :, -1] = False
+    return q, k, v, table, mask
+
+
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_lesson_attention_is_a_weighted_mean_of_the_values(bidirectional):
+    # softmax(q k^T + bias) v, without a division by sqrt(d_kv)
+    q, k, v, table, mask = make_attention()
+    distance = np.arange(7) - np.arange(5)[:, None]
+    bias = table[:, model.relative_bucket(distance, bidirectional, SMALL.model)]
+    by_matmul = model.position_bias(table, 5, 7, bidirectional, SMALL.model)
+    np.testing.assert_allclose(by_matmul, bias, rtol=1e-6)
+    found = attend(q, k, v, mask, bias)
+    for b, h in np.ndindex(3, 4):
+        weights = np.exp(q[b, h] @ k[b, h].T + bias[h]) * mask[b, 0]
+        weights[-1] = 1  # A query that sees no key is padding. It gets the mean.
+        expected = weights / weights.sum(axis=1, keepdims=True) @ v[b, h]
+        np.testing.assert_allclose(found[b, h], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_lesson_the_decoder_is_causal():
+    params, batch = make_params(SMALL), make_batch(SMALL, [(5, 9)])
+    logits = forward(params, batch, SMALL.model)[0]
+    for t in range(9):
+        targets = np.asarray(batch.targets).copy()
+        targets[0, t] = 2
+        shifted = data.shift_right(targets, np.asarray(batch.target_segments))
+        changed = batch._replace(targets=targets, decoder_inputs=shifted)
+        difference = np.abs(forward(params, changed, SMALL.model)[0] - logits).max(axis=1)
+        # Another target t changes the logits after position t only.
+        np.testing.assert_array_equal(difference > 1e-5, np.arange(9) > t)
+
+
+def test_lesson_a_packed_row_equals_separate_rows():
+    params, packed = make_params(SMALL), make_packed()
+    together = forward(params, packed, SMALL.model)
+    inputs, targets = [], []
+    for row, segment in itertools.product(range(4), (1, 2)):
+        inputs.append(packed.inputs[row][packed.input_segments[row] == segment])
+        targets.append(packed.targets[row][packed.target_segments[row] == segment])
+    alone = data.pad_batch(
+        inputs, targets, *packed.inputs.shape[1:], *packed.targets.shape[1:]
+    )
+    alone = forward(params, alone, SMALL.model)
+    for i, (row, segment) in enumerate(itertools.product(range(4), (1, 2))):
+        found = together[row][packed.target_segments[row] == segment]
+        np.testing.assert_allclose(found, alone[i, : len(found)], atol=1e-4)
+
+
+@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+def test_lesson_stacked_layers_equal_a_loop(remat):
+    # Layer i uses element i of each stacked weight. Recomputing changes no gradient.
+    cfg = change(model=dict(remat=remat)).model
+    params = make_params(SMALL)
+    start = jax.random.normal(jax.random.key(0), (2, 5, cfg.d_model))
+
+    def layer(w, x, key):
+        return x + model.mlp(w["mlp"], model.rms_norm(x, w["mlp"]["norm"]), cfg)
+
+    def loop(params, x):
+        for i in range(cfg.num_layers):
+            w = jax.tree.map(lambda stacked: stacked[i], params["encoder"]["layers"])
+            x = layer(w, x, None)
+        return jnp.sum(x**2)
+
+    def stacked(params, x):
+        return jnp.sum(model.run_layers(layer, x, "encoder", params, cfg, None) ** 2)
+
+    gradients_of = [jax.jit(jax.value_and_grad(f)) for f in (stacked, loop)]
+    found, expected = (f(params, start) for f in gradients_of)
+    assert_close(found, expected)
+
+
+def test_lesson_the_loss_of_two_tokens_by_hand():
+    # The first logits are log 1, log 2 and log 5, so Z is 8, and target 2 has the
+    # probability 5/8. The third token is padding.
+    logits = jnp.log(jnp.array([[[1.0, 2.0, 5.0], [2.0, 1.0, 1.0], [9.0, 1.0, 1.0]]]))
+    losses = model.cross_entropy(logits, np.array([[2, 1, 0]]), z_loss=0.1)
+    weight, log = np.array([[1.0, 1.0, 0.0]]), math.log
+    names = "cross_ent_loss", "z_loss", "accuracy"
+    sums = {name: jnp.sum(x * weight) for name, x in zip(names, losses)}
+    found = model.mean_metrics({**sums, "tokens": weight.sum()})
+    expected = {"cross_ent_loss": (log(8 / 5) + log(4 / 1)) / 2, "accuracy": 1 / 2}
+    expected["z_loss"] = 0.1 * (log(8) ** 2 + log(4) ** 2) / 2
+    expected["loss"] = expected["cross_ent_loss"] + expected["z_loss"]
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert model.mean_metrics(dict(cross_ent_loss=3, z_loss=0, tokens=1))["loss"] == 3
+
+
+# The ids of this Config are bytes, so that tests need no vocabulary.
+BYTES = change(
+    model=dict(vocab_size=384),
+    data=dict(task="text_to_text", vocab="bytes", inputs_length=48, targets_length=16),
+)
+
+
+TOKENIZER = data.load_tokenizer(BYTES)
+
+
+def corrupt_slowly(tokens, bits, sentinel, cfg):
+    """Apply span corruption to one text, with lists. bits: those of kept and of removed."""
+    noise, spans = data.noise_counts(len(tokens), cfg)
+
+    def split(total, bits):
+        """Cut a line of tokens into spans, where the random numbers are lowest."""
+        gaps = sorted(range(1, total), key=lambda gap: bits[gap - 1])
+        cuts = [0, *sorted(gaps[: spans - 1]), total]
+        return [stop - start for start, stop in itertools.pairwise(cuts)]
+
+    inputs, targets = [], []
+    lengths = zip(split(len(tokens) - noise, bits[0]), split(noise, bits[1]))
+    for number, (kept, removed) in enumerate(lengths):
+        inputs += [*tokens[:kept], sentinel - number]
+        targets += [sentinel - number, *tokens[kept : kept + removed]]
+        tokens = tokens[kept + removed :]
+    return inputs, targets
+
+
+@pytest.mark.parametrize(
+    "length, density, mean",
+    [(568, 0.15, 3), (34, 0.15, 3), (2, 0.15, 3), (7, 0.15, 3), (300, 0.5, 1.5)],
+)
+def test_lesson_span_corruption_moves_random_spans_to_the_targets(length, density, mean):
+    """A sentinel replaces each span in the inputs, and begins it in the targets."""
+    cfg = DataConfig(noise_density=density, mean_span_length=mean)
+    tokens = np.random.default_rng(0).integers(3, 32000, (20, length))
+    noise, _ = data.noise_counts(length, cfg)
+    bits = [
+        data.random_bits(20 * (total - 1), 5, length, side).reshape(20, -1).tolist()
+        for side, total in enumerate((length - noise, noise))
+    ]
+    fast = data.corrupt_spans(tokens, 32099, cfg, 5)
+    slow = [
+        corrupt_slowly(row, sides, 32099, cfg)
+        for row, sides in zip(tokens.tolist(), zip(*bits))
+    ]
+    assert_equal(fast, [np.array(side) for side in zip(*slow)])
+
+
+def test_lesson_packed_examples_have_segments():
+    """Segments keep the examples of a row apart, and decoder inputs begin with PAD."""
+    pairs = [([5, 9, 1], [7, 1]), ([4, 1], [8, 6, 1])]
+    pairs = [tuple(map(np.array, pair)) for pair in pairs]
+    batch = data.fill_rows(pairs, np.array([0, 0]), 2, (6, 6))
+    assert batch.inputs.tolist() == [[5, 9, 1, 4, 1, 0], [0] * 6]
+    assert batch.input_segments.tolist() == [[1, 1, 1, 2, 2, 0], [0] * 6]
+    assert batch.targets[0].tolist() == [7, 1, 8, 6, 1, 0]
+    assert batch.target_segments[0].tolist() == [1, 1, 2, 2, 2, 0]
+    assert batch.decoder_inputs[0].tolist() == [0, 7, 0, 8, 6, 0]
+    assert {array.dtype for array in batch} == {np.dtype(np.int32)}
+
+
+def pack_slowly(sizes, limits):
+    """Look at all open rows for each example, with lists."""
+    share = [[n / limit for n, limit in zip(size, limits)] for size in sizes]
+    count = math.ceil(max(sum(side) / limit for side, limit in zip(zip(*sizes), limits)))
+    free, row = [limits] * count, [None] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -sum(share[i])):
+        left = [[n - size for n, size in zip(now, sizes[i])] for now in free]
+        fits = [k for k, both in enumerate(left) if min(both) >= 0]
+        if not fits:
+            fits, free = [len(free)], [*free, limits]
+            left.append([n - size for n, size in zip(limits, sizes[i])])
+
+        def difference(k):
+            inputs, targets = (n / limit for n, limit in zip(left[k], limits))
+            return round(abs(inputs - targets), 9)
+
+        row[i] = min(fits, key=difference)
+        free[row[i]] = left[row[i]]
+    return row
+
+
+@pytest.mark.parametrize("limits", [(32, 16), (64, 64), (8, 128)])
+@pytest.mark.parametrize("share", [1, 2, 4])
+def test_lesson_packing_equals_a_slow_version(limits, share):
+    rng = np.random.default_rng(limits[0])
+    for n in (1, 2, 25, 120):
+        sizes = [rng.integers(0, limit // share + 1, n) for limit in limits]
+        sizes = np.stack(sizes, axis=1)
+        assert data.pack(sizes, limits).tolist() == pack_slowly(sizes.tolist(), limits)
+
+
+@pytest.fixture
+def mixture(tmp_path, tables):
+    """Three tasks of 200, 57 and 9 pairs. The smallest is repeated most often."""
+    for number, (name, count) in enumerate({"a": 200, "b": 57, "c": 9}.items()):
+        write_pairs(tmp_path / f"{name}.train", count, 1000 * number)
+        configs.TASKS[name] = data.Task(f"jsonl:{tmp_path}/{name}.{{split}}")
+    configs.MIXTURES["abc"] = {"a": 4, "b": 2, "c": 1}
+    return change(BYTES, data=dict(task="abc"))
+
+
+def examples_of(batch):
+    """Return the decoded inputs of all examples of a batch, in order."""
+    return [
+        TOKENIZER.decode(ids[segments == k])
+        for ids, segments in zip(batch.inputs, batch.input_segments)
+        for k in range(1, segments.max() + 1)
+    ]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("window", [1 << 15, 1 << 9])
+@pytest.mark.parametrize("task", ["a", "abc"])
+def test_lesson_each_example_is_used_once_in_each_epoch(
+    task, window, pack, mixture, monkeypatch
+):
+    """No example is used a second time before all others of its task, packed or not."""
+    monkeypatch.setattr(data, "FIRST_WINDOW", window)
+    cfg = change(mixture, data=dict(task=task, pack=pack))
+    used = ([], [], [])
+    for batch in itertools.islice(data.Batches(cfg, TOKENIZER), 50 if pack else 150):
+        for example in examples_of(batch):
+            used[int(re.match(r"\d+", example)[0]) // 1000].append(example)
+    for examples, count in zip(used, (200, 57, 9) if task == "abc" else (200,)):
+        assert len(examples) > 3 * count
+        epochs = [examples[n * count : (n + 1) * count] for n in range(3)]
+        assert all(len(set(epoch)) == count for epoch in epochs)
+        assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("pack", [True, False])
+@pytest.mark.parametrize("task", ["a", "abc", "span_corruption", "prefix_lm", "by_rule"])
+def test_lesson_a_restart_continues_with_the_same_batches(
+    task, pack, mixture, tmp_path, monkeypatch
+):
+    """The state of the data is a few integers for each task, which a checkpoint holds."""
+    for name, value in dict(FIRST_WINDOW=1 << 9, PACKED=20, PART=7).items():
+        monkeypatch.setattr(data, name, value)  # many small windows, and few rows packed
+    for name in "xyz":
+        text = "".join(f"{name} {n * n}\n" for n in range(99))
+        (tmp_path / f"{name}.txt").write_text(text)
+    own = task in ("span_corruption", "prefix_lm")
+    source = f"text:{tmp_path}/*.txt" if own else ""
+    cfg = change(mixture, data=dict(task=task, pack=pack, source=source))
+    batches, states, expected = data.Batches(cfg, TOKENIZER), [], []
+    for _ in range(50):
+        states.append(json.loads(json.dumps(batches.state)))
+        expected.append(next(batches))
+    for step in (0, 1, 2, 5, 9, 14, 20, 29, 36, 44):
+        again = data.Batches(cfg, TOKENIZER, states[step])
+        for k in range(step, step + 4):
+            assert_equal(next(again), expected[k])
+            assert again.state == states[k + 1]
+
+
+def test_lesson_train_the_learning_rate_of_t5_by_hand():
+    """The learning rate of T5 is 1 / sqrt(max(step, 10,000)).
+
+    It is constant during the first 10,000 steps. After that, a step that is four times as
+    late has half the rate. Late in training, small steps average out the noise of batches.
+    """
+    for step, rate in {0: 0.01, 10_000: 0.01, 40_000: 0.005, 1_000_000: 0.001}.items():
+        assert train.learning_rate(step, TrainConfig()) == pytest.approx(rate)
+
+
+def test_lesson_train_two_updates_of_adafactor_by_hand():
+    """Adafactor divides a gradient by the root of V, the average of squared gradients.
+
+    Row means R and column means C approximate V by R C / mean(R). A matrix of 130 x 140
+    then needs 270 numbers instead of 18,200. The update is clipped to a root mean square
+    of 1. The size of a step is relative to the root mean square of the weights.
+    """
+    rng, shape = np.random.default_rng(0), (130, 140)
+    w, R, C = rng.standard_normal(shape), np.zeros(130), np.zeros(140)
+    optimizer = train.adafactor(0.01, TrainConfig())
+    ours = {"w": jnp.float32(w)}
+    slots = optimizer.init(ours)
+    for t in range(2):
+        g = rng.standard_normal(shape) * rng.random((130, 1))
+        beta = 1 - (t + 1) ** -0.8  # beta is 0 in the first update
+        R = beta * R + (1 - beta) * (g**2).mean(axis=1)
+        C = beta * C + (1 - beta) * (g**2).mean(axis=0)
+        u = g / np.sqrt(np.outer(R, C) / R.mean())
+        u = u / max(1, np.sqrt((u**2).mean()))
+        w = w - 0.01 * max(1e-3, np.sqrt((w**2).mean())) * u
+        updates, slots = optimizer.update({"w": jnp.float32(g)}, slots, ours)
+        ours = optax.apply_updates(ours, updates)
+        assert_close(ours["w"], w, 1e-6)
+    stored = {x.shape for x in jax.tree.leaves(slots) if x.size > 1}
+    assert stored == {(130,), (140,)}
+
+
+def test_lesson_train_microbatches_equal_one_batch():
+    """A batch that needs too much memory can be processed in several microbatches.
+
+    The gradient of a sum is the sum of the gradients. Each microbatch divides its loss by
+    the number of targets in the complete batch. If it divided by its own number of targets,
+    each target of a short microbatch would count too much.
+    """
+    params, batch = make_params(SMALL), make_batch()
+    _, expected = gradients(params, batch, SMALL, None)
+    cfg = change(train=dict(microbatches=8))
+    sums, found = gradients(params, batch, cfg, None)
+    assert sums["tokens"] == 45
+    assert_close(found, expected)
+
+
+@pytest.fixture
+def quiet(monkeypatch):
+    """Train in this process on one device, without examples and signal handlers."""
+    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
+    monkeypatch.setattr(evaluate, "held_out_example", lambda *_: "")
+    monkeypatch.setattr(train, "stop_signals", list)
+
+
+def small_run(**changes):
+    """Return the settings of six steps on random tokens."""
+    defaults = dict(steps=6, log_every=1, save_every=3, eval_every=3, eval_batches=1)
+    return change(model=dict(dropout=0.1), train=defaults | changes)
+
+
+def train_small(run_dir, source="", **changes):
+    train.train(small_run(**changes), run_dir, "", str(source))
+    return partition.Checkpoints(run_dir)
+
+
+def metric_lines(run_dir):
+    """Return metrics.jsonl without the lines about the speed."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [line for line in lines if '"timing/' not in line]
+
+
+def shard_bytes(run_dir, step=6):
+    files = partition.Checkpoints(run_dir).path(step).iterdir()
+    return {path.name: path.read_bytes() for path in files}
+
+
+def test_lesson_train_a_resumed_run_equals_an_uninterrupted_run(tmp_path, quiet):
+    """A run that stops and resumes ends with the same weights, bit for bit.
+
+    A step depends only on the TrainState and on the batch. A checkpoint contains the
+    TrainState (weights, optimizer state and step) and the place in the data. If one of
+    these were lost, the weights would differ.
+    """
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    train_small(straight)
+    train_small(resumed, steps=3)
+    with open(resumed / "metrics.jsonl", "a") as file:
+        file.write('{"step": 4, "train/loss": 1.0}\n{"step": 5, "tra')  # of a killed run
+    train_small(resumed)
+    assert shard_bytes(straight) == shard_bytes(resumed)
+    assert metric_lines(straight) == metric_lines(resumed)
+    steps = [json.loads(line)["step"] for line in metric_lines(straight)]
+    assert steps == [1, 2, 3, 3, 4, 5, 6, 6]
+
+
+@pytest.mark.parametrize("layer_biases", [False, True])
+def test_lesson_infer_cached_decoding_equals_uncached_decoding(layer_biases):
+    """The decoder is causal, so later tokens do not change the keys of earlier ones.
+
+    A cache holds these keys and values, and each step computes one position only.
+    """
+    cfg = change(model=dict(layer_biases=layer_biases))
+    params, batch = make_params(cfg), make_batch(lengths=[(36, 9), (12, 9), (1, 9)])
+    expected = forward(params, batch, cfg.model)
+
+    @jax.jit
+    def start(params, batch):
+        encoded = model.encode(params, batch.inputs, batch.input_segments, cfg.model)
+        return infer.init_cache(params, encoded, 9, cfg.model)
+
+    decode_step = jax.jit(infer.decode_step, static_argnums=1)
+    cache, fixed = start(params, batch)
+    for t in range(9):
+        ids, segments = batch.decoder_inputs[:, t, None], batch.input_segments
+        logits, cache = decode_step(params, cfg.model, ids, t, cache, fixed, segments)
+        assert_close(logits[:, 0], expected[:, t])
+
+
+def test_lesson_infer_greedy_decoding_takes_the_most_probable_id():
+    """Each id is the argmax of the logits at its position, until this id is EOS.
+
+    The score of an output is the sum of the log-probabilities of its ids. After EOS, the
+    output is padding, and its score stays.
+    """
+    cfg = change(model=dict(vocab_size=12))  # with few ids, an output soon ends
+    params, batch = make_params(cfg, seed=29), make_batch(cfg, [(36, 9), (12, 9)])
+    pair = batch.inputs, batch.input_segments
+    ids, scores = infer.generate(params, *pair, cfg.model, 9)
+    inputs, outputs = (
+        [x[x > 0] for x in np.asarray(side)] for side in (pair[0], ids[:, 0])
+    )
+    assert [data.EOS in x for x in outputs] == [False, True]
+    again = data.pad_batch(inputs, outputs, 36, 9)
+    best = forward(params, again, cfg.model).argmax(axis=-1)
+    assert_equal(ids[:, 0], np.where(again.target_segments > 0, best, data.PAD))
+    assert_close(scores[:, 0], infer.score(params, again, cfg.model))
+
+
+def test_lesson_infer_a_wide_beam_search_is_exhaustive():
+    """With 5 ids, 1 + 4 + 16 = 21 outputs of at most 3 ids end with EOS.
+
+    40 beams keep all of their 16 x 5 = 80 extensions in the last step, so the search ranks
+    all outputs. With fewer beams, the best output may be lost.
+    """
+    cfg = change(model=dict(vocab_size=5))
+    params, decode = make_params(cfg, seed=8), DecodeConfig(beams=40, alpha=0.6)
+    others = [0, 2, 3, 4]  # all ids but EOS
+    outputs = [[*ids, 1] for n in range(3) for ids in itertools.product(others, repeat=n)]
+    batch = data.pad_batch([[2, 4, 3, 3, 1]] * 21, outputs, 5, 3)
+    lengths = np.array([len(ids) for ids in outputs])
+    scores = infer.score(params, batch, cfg.model) / ((5 + lengths) / 6) ** 0.6
+    order = np.argsort(-scores)
+    first = batch.inputs[:1], batch.input_segments[:1]
+    found, found_scores = infer.generate(params, *first, cfg.model, 3, decode)
+    assert_equal(found[0, :21], batch.targets[order])
+    assert_close(found_scores[0, :21], scores[order])
+
+
+MESHES = [dict(), dict(fsdp=True), dict(model=2, fsdp=True), dict(model=4)]
+
+
+def abstract_params(cfg, devices=8):
+    """Return {name: shape and sharding} of the parameters on a new mesh."""
+    mesh = partition.set_mesh(cfg, jax.devices()[:devices])
+    arrays = partition.flatten(train.abstract_state(cfg, mesh))
+    return {name: a for name, a in arrays.items() if name.startswith("params/")}
+
+
+def test_lesson_partition_rules_split_weights_over_a_mesh():
+    """A rule maps the name of a dimension to the mesh axis that splits it.
+
+    The mesh has the shape data 4 x model 2. A matmul splits "mlp" over "model". With FSDP,
+    the stored weights also split "embed" over "data", so that each device stores an eighth
+    of a matrix. If "mlp" had no rule, a device would store a quarter.
+    """
+    arrays = abstract_params(change(mesh=dict(model=2, fsdp=True)))
+    for name, axes in {
+        "params/embed": ("model", "data"),
+        "params/unembed": ("data", "model"),
+        "params/encoder/layers/mlp/up": (None, "data", "model"),
+        "params/decoder/layers/cross_attention/out": (None, "model", "data"),
+    }.items():
+        assert tuple(arrays[name].sharding.spec) == axes
+    up = arrays["params/encoder/layers/mlp/up"]  # [layers, d_model, d_ff]
+    assert up.sharding.shard_shape(up.shape) == (2, 40 // 4, 48 // 2)
+    assert tuple(partition.spec(("layers", "mlp", "embed"))) == (None, "model", None)
+
+
+@functools.cache
+def two_steps(cfg, devices):
+    """Return the initial state, and the state and metrics after two steps."""
+    mesh = partition.set_mesh(cfg, jax.devices()[:devices])
+    shardings = jax.tree.map(lambda a: a.sharding, train.abstract_state(cfg, mesh))
+    init = jax.jit(functools.partial(train.init_state, cfg), out_shardings=shardings)
+    batch = partition.put_batch(jax.device_get(make_batch()), mesh)
+    first = init()
+    state, _ = train_step(cfg, first, batch)
+    return jax.device_get((first, train_step(cfg, state, batch)))
+
+
+@pytest.mark.parametrize(
+    "mesh, network",
+    [
+        (MESHES[2], {}),
+        (MESHES[3], {}),
+        pytest.param(MESHES[1], dict(activation="relu", tied=True), marks=slow),
+        pytest.param(MESHES[3], dict(layer_biases=True), marks=slow),
+    ],
+    ids=str,
+)
+def test_lesson_partition_eight_devices_equal_one(mesh, network):
+    """Eight devices compute the same weights as one device, up to rounding.
+
+    Sharding changes where an array is stored, and not what is computed. Devices add numbers
+    in another order, so that the last digits differ. The initial weights are equal bit for
+    bit. If an all-reduce were missing, the weights would be quite different.
+    """
+    first, trained = two_steps(change(model=network), 1)
+    first_of_8, trained_of_8 = two_steps(change(model=network, mesh=mesh), 8)
+    assert_equal(first_of_8, first)
+    assert_close(trained_of_8, trained, 2e-5)
+
+
+def test_lesson_the_unigram_loss_is_that_of_counting_tokens():
+    """Each content token of the targets is predicted by its share of all other tokens."""
+    batch = data.pad_batch([[5, 5, 6, 1]], [[358, 5, 7, 1]], 6, 6)
+    losses = [-math.log((3 - 1 + 1) / (4 + 359)), -math.log((1 - 1 + 1) / (4 + 359))]
+    found = evaluate.unigram_loss([batch], TOKENIZER)
+    assert found == pytest.approx(np.mean(losses))
+    assert evaluate.unigram_loss([data.pad_batch([[1]], [[1]], 6, 6)], TOKENIZER) == 0
+
+
+def test_lesson_evaluate_the_most_probable_choice_is_the_answer():
+    """A score is a log-probability, and each token lowers it.
+
+    Long choices are at a disadvantage, unless the score is divided by their length.
+    """
+    choices = [  # (index, is_correct, weight, length in tokens)
+        *(((0, 0), True, 1.0, 1), ((0, 1), False, 1.0, 1)),
+        *(((1, 0), False, 1.0, 1), ((1, 1), True, 1.0, 4)),
+    ]
+    scores = [-1.0, -2.0, -1.0, -2.0]
+    assert evaluate.rank_classification(choices, scores) == {"accuracy": 50.0}
+    normalized = evaluate.rank_classification(choices, scores, normalize=True)
+    assert normalized == {"accuracy": 100.0}
+
+
+def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
+    """T5X stores a matrix as [inputs, outputs], PyTorch as [outputs, inputs].
+
+    Both have one array for each layer, and plain T5 stacks them. A square matrix would fit
+    without the transpose, but the model would compute nonsense.
+    """
+    theirs = hf_state(SMALL.model)
+    params = params_of(write_model(tmp_path / "hf", SMALL.model, theirs))
+    name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
+    assert theirs[name].shape == (40, 48)  # d_model, d_ff
+    np.testing.assert_array_equal(
+        params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T
+    )
+    t5x, hugging_face = convert.names("decoder/layers/mlp/down", layer=2)
+    assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
+
+
+def test_lesson_convert_a_tied_model_scales_its_logits():
+    """T5 1.0 multiplies the output of the decoder by d_model^-0.5, T5 1.1 does not.
+
+    If Hugging Face has another mixture, the factor becomes a part of the output layer.
+    """
+    embed, head = np.ones((7, 4), np.float32), np.full((7, 4), 8, np.float32)
+
+    def convert_head(head, **config):
+        arrays = {"decoder.block.0": embed, "shared.weight": embed, HEAD: head}
+        return convert.one_embedding(arrays, config, "model").get("lm_head.weight")
+
+    assert convert_head(embed, tie_word_embeddings=True) is None
+    assert convert_head(head, tie_word_embeddings=False)[0, 0] == 8
+    assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
+
+
 # ---- configs ---------------------------------------------------------------------------
 
 
@@ -274,7 +866,7 @@ WRONG_FLAGS = [
     "--train.learning_rate nan", "--train.loss_divisor 0", "--train.warmup_steps 0",
     "--train.label_smoothing 1", "--decode.top_p 90", "--decode.batch_size 0",
     "--decode.beams 4 --decode.top_k 5", "--decode.num_return 3",
-    "--decode.beams 2 --decode.num_return 3",
+    "--decode.beams 2 --decode.num_return 3", "--decode.max_len 0",
 ]  # fmt: skip
 
 
@@ -354,53 +946,6 @@ def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
 
 # ---- data: spans and rows --------------------------------------------------------------
 
-# The ids of this Config are bytes, so that tests need no vocabulary.
-BYTES = change(
-    model=dict(vocab_size=384),
-    data=dict(task="text_to_text", vocab="bytes", inputs_length=48, targets_length=16),
-)
-TOKENIZER = data.load_tokenizer(BYTES)
-
-
-def corrupt_slowly(tokens, bits, sentinel, cfg):
-    """Apply span corruption to one text, with lists. bits: those of kept and of removed."""
-    noise, spans = data.noise_counts(len(tokens), cfg)
-
-    def split(total, bits):
-        """Cut a line of tokens into spans, where the random numbers are lowest."""
-        gaps = sorted(range(1, total), key=lambda gap: bits[gap - 1])
-        cuts = [0, *sorted(gaps[: spans - 1]), total]
-        return [stop - start for start, stop in itertools.pairwise(cuts)]
-
-    inputs, targets = [], []
-    lengths = zip(split(len(tokens) - noise, bits[0]), split(noise, bits[1]))
-    for number, (kept, removed) in enumerate(lengths):
-        inputs += [*tokens[:kept], sentinel - number]
-        targets += [sentinel - number, *tokens[kept : kept + removed]]
-        tokens = tokens[kept + removed :]
-    return inputs, targets
-
-
-@pytest.mark.parametrize(
-    "length, density, mean",
-    [(568, 0.15, 3), (34, 0.15, 3), (2, 0.15, 3), (7, 0.15, 3), (300, 0.5, 1.5)],
-)
-def test_lesson_span_corruption_moves_random_spans_to_the_targets(length, density, mean):
-    """A sentinel replaces each span in the inputs, and begins it in the targets."""
-    cfg = DataConfig(noise_density=density, mean_span_length=mean)
-    tokens = np.random.default_rng(0).integers(3, 32000, (20, length))
-    noise, _ = data.noise_counts(length, cfg)
-    bits = [
-        data.random_bits(20 * (total - 1), 5, length, side).reshape(20, -1).tolist()
-        for side, total in enumerate((length - noise, noise))
-    ]
-    fast = data.corrupt_spans(tokens, 32099, cfg, 5)
-    slow = [
-        corrupt_slowly(row, sides, 32099, cfg)
-        for row, sides in zip(tokens.tolist(), zip(*bits))
-    ]
-    assert_equal(fast, [np.array(side) for side in zip(*slow)])
-
 
 @pytest.mark.parametrize(
     "inputs, mean, raw, noise, spans, targets",
@@ -474,6 +1019,8 @@ def test_without_sentinels_only_span_corruption_is_refused():
     with pytest.raises(UserError, match="prefix_lm"):
         data.span_corruption([np.arange(9)], tokenizer, DataConfig(), 0)
     assert data.prefix_lm([np.arange(9)], tokenizer, DataConfig(), 0)
+    tokenizer = types.SimpleNamespace(extra_ids=1, sentinel=9)  # enough for one span
+    assert data.span_corruption([np.arange(9)], tokenizer, DataConfig(), 0)
 
 
 @pytest.mark.parametrize(
@@ -512,19 +1059,6 @@ def test_prefix_lm_cuts_each_text_once_and_at_random():
     assert [len(text) for text in cut] == [47, 11]
 
 
-def test_lesson_packed_examples_have_segments():
-    """Segments keep the examples of a row apart, and decoder inputs begin with PAD."""
-    pairs = [([5, 9, 1], [7, 1]), ([4, 1], [8, 6, 1])]
-    pairs = [tuple(map(np.array, pair)) for pair in pairs]
-    batch = data.fill_rows(pairs, np.array([0, 0]), 2, (6, 6))
-    assert batch.inputs.tolist() == [[5, 9, 1, 4, 1, 0], [0] * 6]
-    assert batch.input_segments.tolist() == [[1, 1, 1, 2, 2, 0], [0] * 6]
-    assert batch.targets[0].tolist() == [7, 1, 8, 6, 1, 0]
-    assert batch.target_segments[0].tolist() == [1, 1, 2, 2, 2, 0]
-    assert batch.decoder_inputs[0].tolist() == [0, 7, 0, 8, 6, 0]
-    assert {array.dtype for array in batch} == {np.dtype(np.int32)}
-
-
 def test_segments_come_from_lengths():
     """An empty side, or the id 0 in a text, does not shift segments of the other side."""
     pairs = [([], [0, 7, 1]), ([0, 4], [1]), ([], [3])]
@@ -535,37 +1069,6 @@ def test_segments_come_from_lengths():
     alone = data.pad_batch(*zip(*pairs), 4, 6)
     assert alone.input_segments.sum(axis=1).tolist() == [0, 2, 0]
     assert alone.target_segments.sum(axis=1).tolist() == [3, 1, 1]
-
-
-def pack_slowly(sizes, limits):
-    """Look at all open rows for each example, with lists."""
-    share = [[n / limit for n, limit in zip(size, limits)] for size in sizes]
-    count = math.ceil(max(sum(side) / limit for side, limit in zip(zip(*sizes), limits)))
-    free, row = [limits] * count, [None] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: -sum(share[i])):
-        left = [[n - size for n, size in zip(now, sizes[i])] for now in free]
-        fits = [k for k, both in enumerate(left) if min(both) >= 0]
-        if not fits:
-            fits, free = [len(free)], [*free, limits]
-            left.append([n - size for n, size in zip(limits, sizes[i])])
-
-        def difference(k):
-            inputs, targets = (n / limit for n, limit in zip(left[k], limits))
-            return round(abs(inputs - targets), 9)
-
-        row[i] = min(fits, key=difference)
-        free[row[i]] = left[row[i]]
-    return row
-
-
-@pytest.mark.parametrize("limits", [(32, 16), (64, 64), (8, 128)])
-@pytest.mark.parametrize("share", [1, 2, 4])
-def test_lesson_packing_equals_a_slow_version(limits, share):
-    rng = np.random.default_rng(limits[0])
-    for n in (1, 2, 25, 120):
-        sizes = [rng.integers(0, limit // share + 1, n) for limit in limits]
-        sizes = np.stack(sizes, axis=1)
-        assert data.pack(sizes, limits).tolist() == pack_slowly(sizes.tolist(), limits)
 
 
 # ---- data: batches ---------------------------------------------------------------------
@@ -582,70 +1085,6 @@ def write_pairs(path, count, first=0):
     texts = [f"{first + i}" + "x" * rng.integers(1, 20) for i in range(count)]
     rows = [{"inputs": x, "targets": "y" * (i % 9)} for i, x in enumerate(texts)]
     return write_jsonl(path, rows)
-
-
-@pytest.fixture
-def mixture(tmp_path, tables):
-    """Three tasks of 200, 57 and 9 pairs. The smallest is repeated most often."""
-    for number, (name, count) in enumerate({"a": 200, "b": 57, "c": 9}.items()):
-        write_pairs(tmp_path / f"{name}.train", count, 1000 * number)
-        configs.TASKS[name] = data.Task(f"jsonl:{tmp_path}/{name}.{{split}}")
-    configs.MIXTURES["abc"] = {"a": 4, "b": 2, "c": 1}
-    return change(BYTES, data=dict(task="abc"))
-
-
-def examples_of(batch):
-    """Return the decoded inputs of all examples of a batch, in order."""
-    return [
-        TOKENIZER.decode(ids[segments == k])
-        for ids, segments in zip(batch.inputs, batch.input_segments)
-        for k in range(1, segments.max() + 1)
-    ]
-
-
-@pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("window", [1 << 15, 1 << 9])
-@pytest.mark.parametrize("task", ["a", "abc"])
-def test_lesson_each_example_is_used_once_in_each_epoch(
-    task, window, pack, mixture, monkeypatch
-):
-    """No example is used a second time before all others of its task, packed or not."""
-    monkeypatch.setattr(data, "FIRST_WINDOW", window)
-    cfg = change(mixture, data=dict(task=task, pack=pack))
-    used = ([], [], [])
-    for batch in itertools.islice(data.Batches(cfg, TOKENIZER), 50 if pack else 150):
-        for example in examples_of(batch):
-            used[int(re.match(r"\d+", example)[0]) // 1000].append(example)
-    for examples, count in zip(used, (200, 57, 9) if task == "abc" else (200,)):
-        assert len(examples) > 3 * count
-        epochs = [examples[n * count : (n + 1) * count] for n in range(3)]
-        assert all(len(set(epoch)) == count for epoch in epochs)
-        assert epochs[0] != epochs[1] != epochs[2]
-
-
-@pytest.mark.parametrize("pack", [True, False])
-@pytest.mark.parametrize("task", ["a", "abc", "span_corruption", "prefix_lm", "by_rule"])
-def test_lesson_a_restart_continues_with_the_same_batches(
-    task, pack, mixture, tmp_path, monkeypatch
-):
-    """The state of the data is a few integers for each task, which a checkpoint holds."""
-    for name, value in dict(FIRST_WINDOW=1 << 9, PACKED=20, PART=7).items():
-        monkeypatch.setattr(data, name, value)  # many small windows, and few rows packed
-    for name in "xyz":
-        text = "".join(f"{name} {n * n}\n" for n in range(99))
-        (tmp_path / f"{name}.txt").write_text(text)
-    own = task in ("span_corruption", "prefix_lm")
-    source = f"text:{tmp_path}/*.txt" if own else ""
-    cfg = change(mixture, data=dict(task=task, pack=pack, source=source))
-    batches, states, expected = data.Batches(cfg, TOKENIZER), [], []
-    for _ in range(50):
-        states.append(json.loads(json.dumps(batches.state)))
-        expected.append(next(batches))
-    for step in (0, 1, 2, 5, 9, 14, 20, 29, 36, 44):
-        again = data.Batches(cfg, TOKENIZER, states[step])
-        for k in range(step, step + 4):
-            assert_equal(next(again), expected[k])
-            assert again.state == states[k + 1]
 
 
 def test_a_batch_is_a_part_of_an_order_of_rows(mixture):
@@ -743,9 +1182,8 @@ def test_sources_keep_every_character(kind, files, expected, tmp_path):
     name = f"{tmp_path}/1.*,{tmp_path}/2.*" if kind == "lines" else name
     opened = data.open_source(f"{kind}:{name}", "train", BYTES)
     assert [row for file in opened for row in file.read()] == expected
-    assert sum(file.size for file in opened) == sum(
-        path.stat().st_size for path in tmp_path.iterdir()
-    )
+    sizes = [path.stat().st_size for path in tmp_path.iterdir()]
+    assert sum(file.size for file in opened) == sum(sizes)
 
 
 @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zst"])
@@ -766,6 +1204,11 @@ def test_parquet_rows_keep_their_types(tmp_path):
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a")
     (opened,) = data.open_source(f"parquet:{tmp_path}/a", "test", BYTES)
     assert list(opened.read()) == rows
+    table, path = pyarrow.table({"text": ["damaged"]}), tmp_path / "c"
+    pyarrow.parquet.write_table(table, path, write_page_checksum=True)
+    path.write_bytes(path.read_bytes().replace(b"damaged", b"changed"))
+    with pytest.raises(OSError, match="CRC"):
+        list(data.read_parquet(str(path)))
     twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text", "text"])
     pyarrow.parquet.write_table(twice, tmp_path / "b")
     with pytest.raises(KeyError, match="text"):
@@ -889,22 +1332,12 @@ def test_held_out_batches_are_in_order_and_padded(tmp_path):
     assert [int(re.match(r"\d+", text)[0]) for text in texts] == [*range(20)]
     assert not batches[2].target_segments[4:].any()
     fewer = change(cfg, train=dict(eval_batches=2))
-    assert_equal(
-        data.batches_of_split(source, "validation", fewer, TOKENIZER), batches[:2]
-    )
+    found = data.batches_of_split(source, "validation", fewer, TOKENIZER)
+    assert_equal(found, batches[:2])
     only = data.Task(source, splits=("train",))
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(configs.TASKS, "only", only)
         assert data.batches_of_split("only", "validation", cfg, TOKENIZER) == []
-
-
-def test_lesson_the_unigram_loss_is_that_of_counting_tokens():
-    """Each content token of the targets is predicted by its share of all other tokens."""
-    batch = data.pad_batch([[5, 5, 6, 1]], [[358, 5, 7, 1]], 6, 6)
-    losses = [-math.log((3 - 1 + 1) / (4 + 359)), -math.log((1 - 1 + 1) / (4 + 359))]
-    found = evaluate.unigram_loss([batch], TOKENIZER)
-    assert found == pytest.approx(np.mean(losses))
-    assert evaluate.unigram_loss([data.pad_batch([[1]], [[1]], 6, 6)], TOKENIZER) == 0
 
 
 @pytest.mark.parametrize(
@@ -1058,15 +1491,6 @@ def test_the_command_shows_rows_and_lists_tasks(mixture):
 
 # ---- partition -------------------------------------------------------------------------
 
-MESHES = [dict(), dict(fsdp=True), dict(model=2, fsdp=True), dict(model=4)]
-
-
-def abstract_params(cfg, devices=8):
-    """Return {name: shape and sharding} of the parameters on a new mesh."""
-    mesh = partition.set_mesh(cfg, jax.devices()[:devices])
-    arrays = partition.flatten(train.abstract_state(cfg, mesh))
-    return {name: a for name, a in arrays.items() if name.startswith("params/")}
-
 
 def random_arrays(template, seed=0):
     rng = np.random.default_rng(seed)
@@ -1088,61 +1512,6 @@ def a_vector(first=0):
     arrays = {"a": jnp.arange(8.0) + first}
     like = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=arrays["a"].sharding)
     return arrays, {"a": like}
-
-
-def test_lesson_partition_rules_split_weights_over_a_mesh():
-    """A rule maps the name of a dimension to the mesh axis that splits it.
-
-    The mesh has the shape data 4 x model 2. A matmul splits "mlp" over "model". With FSDP,
-    the stored weights also split "embed" over "data", so that each device stores an eighth
-    of a matrix. If "mlp" had no rule, a device would store a quarter.
-    """
-    arrays = abstract_params(change(mesh=dict(model=2, fsdp=True)))
-    for name, axes in {
-        "params/embed": ("model", "data"),
-        "params/unembed": ("data", "model"),
-        "params/encoder/layers/mlp/up": (None, "data", "model"),
-        "params/decoder/layers/cross_attention/out": (None, "model", "data"),
-    }.items():
-        assert tuple(arrays[name].sharding.spec) == axes
-    up = arrays["params/encoder/layers/mlp/up"]  # [layers, d_model, d_ff]
-    assert up.sharding.shard_shape(up.shape) == (2, 40 // 4, 48 // 2)
-    assert tuple(partition.spec(("layers", "mlp", "embed"))) == (None, "model", None)
-
-
-@functools.cache
-def two_steps(cfg, devices):
-    """Return the initial state, and the state and metrics after two steps."""
-    mesh = partition.set_mesh(cfg, jax.devices()[:devices])
-    shardings = jax.tree.map(lambda a: a.sharding, train.abstract_state(cfg, mesh))
-    init = jax.jit(functools.partial(train.init_state, cfg), out_shardings=shardings)
-    batch = partition.put_batch(jax.device_get(make_batch()), mesh)
-    first = init()
-    state, _ = train_step(cfg, first, batch)
-    return jax.device_get((first, train_step(cfg, state, batch)))
-
-
-@pytest.mark.parametrize(
-    "mesh, network",
-    [
-        (MESHES[2], {}),
-        (MESHES[3], {}),
-        pytest.param(MESHES[1], dict(activation="relu", tied=True), marks=slow),
-        pytest.param(MESHES[3], dict(layer_biases=True), marks=slow),
-    ],
-    ids=str,
-)
-def test_lesson_partition_eight_devices_equal_one(mesh, network):
-    """Eight devices compute the same weights as one device, up to rounding.
-
-    Sharding changes where an array is stored, and not what is computed. Devices add numbers
-    in another order, so that the last digits differ. The initial weights are equal bit for
-    bit. If an all-reduce were missing, the weights would be quite different.
-    """
-    first, trained = two_steps(change(model=network), 1)
-    first_of_8, trained_of_8 = two_steps(change(model=network, mesh=mesh), 8)
-    assert_equal(first_of_8, first)
-    assert_close(trained_of_8, trained, 2e-5)
 
 
 def test_a_batch_is_split_by_rows():
@@ -1231,9 +1600,10 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
     assert load_checkpoint(checkpoints, template) is None
     (tmp_path / "checkpoints/step_00000002_copy").mkdir(parents=True)
     (tmp_path / "checkpoints/step_00000003").mkdir()
-    for step in (1, 2, 4, 5):
+    for step in (0, 1, 2, 4, 5):
         checkpoints.save(arrays, step)
         checkpoints.finish()
+        assert partition.newest_checkpoint(tmp_path) == checkpoints.path(step)
         if step == 1:
             configs.write_file(tmp_path / "checkpoints/best", "1")
     assert checkpoints.steps() == [1, 4, 5]
@@ -1241,7 +1611,6 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
     assert names == {f"step_{n:08}" for n in (1, 4, 5)} | {"step_00000002_copy"}
     found = [partition.resolve_step(tmp_path, name) for name in ("latest", "best", "4")]
     assert found == [5, 1, 4]
-    assert partition.newest_checkpoint(tmp_path) == checkpoints.path(5)
     assert partition.newest_checkpoint(checkpoints.path(4)) == checkpoints.path(4)
     for name in ("2", "newest"):
         with pytest.raises(UserError, match="1, 4, 5"):
@@ -1375,155 +1744,7 @@ def test_a_failed_save_is_reported(tmp_path, monkeypatch):
 # ---- model -----------------------------------------------------------------------------
 
 
-def make_packed(cfg=SMALL, seed=0):
-    """Return a Batch of four rows, each with two examples and padding."""
-    rng = np.random.default_rng(seed)
-    sides = []
-    for length in (cfg.data.inputs_length, cfg.data.targets_length):
-        ends = np.sort(rng.integers(1, length, (4, 2)))
-        segments = (np.arange(length) < ends[:, 1:]) * (
-            1 + (np.arange(length) >= ends[:, :1])
-        )
-        ids = rng.integers(3, cfg.model.vocab_size, segments.shape) * (segments > 0)
-        sides += [np.int32(ids), np.int32(segments)]
-    inputs, input_segments, targets, segments = sides
-    shifted = data.shift_right(targets, segments)
-    return data.Batch(inputs, input_segments, shifted, targets, segments)
-
-
-attend = jax.jit(model.dot_product_attention)
 encode = jax.jit(model.encode, static_argnums=3)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def loss_and_gradients(params, batch, cfg):
-    """Return ((loss, sums), gradients) of model.loss_fn."""
-    return jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch, cfg)
-
-
-def test_lesson_rms_norm_divides_by_the_root_mean_square():
-    # The root mean square of [3, 4] is sqrt((9 + 16) / 2). A longer vector gives the same.
-    x, scale = jnp.array([[3.0, 4.0], [300.0, 400.0]]), jnp.array([1.0, 10.0])
-    expected = [3 / 12.5**0.5, 10 * 4 / 12.5**0.5]
-    np.testing.assert_allclose(model.rms_norm(x, scale), [expected, expected], rtol=1e-6)
-    # A millionth is added to the mean square, so that zeros stay zeros.
-    x = jnp.array([[0.0, 0.0], [1e-3, -1e-3]])
-    expected = [[0, 0], [0.5**0.5, -(0.5**0.5)]]
-    np.testing.assert_allclose(model.rms_norm(x, jnp.ones(2)), expected, rtol=1e-6)
-
-
-def test_lesson_near_positions_have_buckets_of_their_own():
-    # A row is a query, and a column is a key. Half of the 8 buckets hold one distance each.
-    # The encoder uses buckets 5 to 7 for later keys. In the decoder they are masked.
-    cfg = ModelConfig(relative_buckets=8, relative_max_distance=16)
-    distance = np.array([0, 1, 4, 5, 6, 7, 8, 10, 14, 99]) - np.array([[0], [6], [16]])
-    encoder = [
-        [0, 5, 6, 6, 7, 7, 7, 7, 7, 7],
-        [3, 2, 2, 1, 0, 5, 6, 6, 7, 7],
-        [3, 3, 3, 3, 3, 3, 3, 3, 2, 7],
-    ]
-    decoder = [
-        [0, 0, 0, 0, 0, 0, 0, 0, 0, 0],
-        [5, 4, 2, 1, 0, 0, 0, 0, 0, 0],
-        [7, 7, 7, 6, 6, 6, 6, 5, 2, 0],
-    ]
-    np.testing.assert_array_equal(model.relative_bucket(distance, True, cfg), encoder)
-    np.testing.assert_array_equal(model.relative_bucket(distance, False, cfg), decoder)
-
-
-def make_attention(seed=0, queries=5, keys=7):
-    """Return random q, k, v, table of biases and mask, where the last query sees no key."""
-    rng = np.random.default_rng(seed)
-    shapes = (3, 4, queries, 6), (3, 4, keys, 6), (3, 4, keys, 6), (4, 32)
-    q, k, v, table = (np.float32(rng.standard_normal(shape)) for shape in shapes)
-    mask = rng.random((3, 1, queries, keys)) < 0.7
-    mask[:, :, -1] = False
-    return q, k, v, table, mask
-
-
-@pytest.mark.parametrize("bidirectional", [True, False])
-def test_lesson_attention_is_a_weighted_mean_of_the_values(bidirectional):
-    # softmax(q k^T + bias) v, without a division by sqrt(d_kv)
-    q, k, v, table, mask = make_attention()
-    distance = np.arange(7) - np.arange(5)[:, None]
-    bias = table[:, model.relative_bucket(distance, bidirectional, SMALL.model)]
-    by_matmul = model.position_bias(table, 5, 7, bidirectional, SMALL.model)
-    np.testing.assert_allclose(by_matmul, bias, rtol=1e-6)
-    found = attend(q, k, v, mask, bias)
-    for b, h in np.ndindex(3, 4):
-        weights = np.exp(q[b, h] @ k[b, h].T + bias[h]) * mask[b, 0]
-        weights[-1] = 1  # A query that sees no key is padding. It gets the mean.
-        expected = weights / weights.sum(axis=1, keepdims=True) @ v[b, h]
-        np.testing.assert_allclose(found[b, h], expected, rtol=1e-4, atol=1e-6)
-
-
-def test_lesson_the_decoder_is_causal():
-    params, batch = make_params(SMALL), make_batch(SMALL, [(5, 9)])
-    logits = forward(params, batch, SMALL.model)[0]
-    for t in range(9):
-        targets = np.asarray(batch.targets).copy()
-        targets[0, t] = 2
-        shifted = data.shift_right(targets, np.asarray(batch.target_segments))
-        changed = batch._replace(targets=targets, decoder_inputs=shifted)
-        difference = np.abs(forward(params, changed, SMALL.model)[0] - logits).max(axis=1)
-        # Another target t changes the logits after position t only.
-        np.testing.assert_array_equal(difference > 1e-5, np.arange(9) > t)
-
-
-def test_lesson_a_packed_row_equals_separate_rows():
-    params, packed = make_params(SMALL), make_packed()
-    together = forward(params, packed, SMALL.model)
-    inputs, targets = [], []
-    for row, segment in itertools.product(range(4), (1, 2)):
-        inputs.append(packed.inputs[row][packed.input_segments[row] == segment])
-        targets.append(packed.targets[row][packed.target_segments[row] == segment])
-    alone = data.pad_batch(
-        inputs, targets, *packed.inputs.shape[1:], *packed.targets.shape[1:]
-    )
-    alone = forward(params, alone, SMALL.model)
-    for i, (row, segment) in enumerate(itertools.product(range(4), (1, 2))):
-        found = together[row][packed.target_segments[row] == segment]
-        np.testing.assert_allclose(found, alone[i, : len(found)], atol=1e-4)
-
-
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_lesson_stacked_layers_equal_a_loop(remat):
-    # Layer i uses element i of each stacked weight. Recomputing changes no gradient.
-    cfg = change(model=dict(remat=remat)).model
-    params = make_params(SMALL)
-    start = jax.random.normal(jax.random.key(0), (2, 5, cfg.d_model))
-
-    def layer(w, x, key):
-        return x + model.mlp(w["mlp"], model.rms_norm(x, w["mlp"]["norm"]), cfg)
-
-    def loop(params, x):
-        for i in range(cfg.num_layers):
-            w = jax.tree.map(lambda stacked: stacked[i], params["encoder"]["layers"])
-            x = layer(w, x, None)
-        return jnp.sum(x**2)
-
-    def stacked(params, x):
-        return jnp.sum(model.run_layers(layer, x, "encoder", params, cfg, None) ** 2)
-
-    gradients_of = [jax.jit(jax.value_and_grad(f)) for f in (stacked, loop)]
-    found, expected = (f(params, start) for f in gradients_of)
-    assert_close(found, expected)
-
-
-def test_lesson_the_loss_of_two_tokens_by_hand():
-    # The first logits are log 1, log 2 and log 5, so Z is 8, and target 2 has the
-    # probability 5/8. The third token is padding.
-    logits = jnp.log(jnp.array([[[1.0, 2.0, 5.0], [2.0, 1.0, 1.0], [9.0, 1.0, 1.0]]]))
-    losses = model.cross_entropy(logits, np.array([[2, 1, 0]]), z_loss=0.1)
-    weight, log = np.array([[1.0, 1.0, 0.0]]), math.log
-    names = "cross_ent_loss", "z_loss", "accuracy"
-    sums = {name: jnp.sum(x * weight) for name, x in zip(names, losses)}
-    found = model.mean_metrics({**sums, "tokens": weight.sum()})
-    expected = {"cross_ent_loss": (log(8 / 5) + log(4 / 1)) / 2, "accuracy": 1 / 2}
-    expected["z_loss"] = 0.1 * (log(8) ** 2 + log(4) ** 2) / 2
-    expected["loss"] = expected["cross_ent_loss"] + expected["z_loss"]
-    assert found == pytest.approx(expected, rel=1e-6)
-    assert model.mean_metrics(dict(cross_ent_loss=3, z_loss=0, tokens=1))["loss"] == 3
 
 
 # The first distance of each bucket, from t5x/examples/t5/layers.py.
@@ -1536,9 +1757,8 @@ def test_relative_buckets_equal_those_of_t5x():
     before = np.searchsorted(BOTH_WAYS, far, "right") - 1
     causal = np.searchsorted(CAUSAL, far, "right") - 1
     np.testing.assert_array_equal(model.relative_bucket(-far, True, cfg), before)
-    np.testing.assert_array_equal(
-        model.relative_bucket(far[1:], True, cfg), before[1:] + 16
-    )
+    after = model.relative_bucket(far[1:], True, cfg)
+    np.testing.assert_array_equal(after, before[1:] + 16)
     np.testing.assert_array_equal(model.relative_bucket(-far, False, cfg), causal)
     assert not model.relative_bucket(far, False, cfg).any()
 
@@ -1686,9 +1906,8 @@ def test_the_loss_equals_that_of_t5x():
     logits, targets = jnp.array(case["logits"]), jnp.array(case["targets"])
     for one in case["cases"]:
         weights = jnp.array(case["weights"]) if one["weighted"] else 1.0
-        losses = model.cross_entropy(
-            logits, targets, one["z_loss"], one["label_smoothing"]
-        )
+        options = one["z_loss"], one["label_smoothing"]
+        losses = model.cross_entropy(logits, targets, *options)
         loss, z_loss, correct = (jnp.sum(x * weights) for x in losses)
         factor = one["loss_normalizing_factor"] or 1
         found = (loss + z_loss) / factor, z_loss / factor
@@ -1720,69 +1939,6 @@ def test_the_command_lists_all_parameters():
 
 
 # ---- infer -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("layer_biases", [False, True])
-def test_lesson_infer_cached_decoding_equals_uncached_decoding(layer_biases):
-    """The decoder is causal, so later tokens do not change the keys of earlier ones.
-
-    A cache holds these keys and values, and each step computes one position only.
-    """
-    cfg = change(model=dict(layer_biases=layer_biases))
-    params, batch = make_params(cfg), make_batch(lengths=[(36, 9), (12, 9), (1, 9)])
-    expected = forward(params, batch, cfg.model)
-
-    @jax.jit
-    def start(params, batch):
-        encoded = model.encode(params, batch.inputs, batch.input_segments, cfg.model)
-        return infer.init_cache(params, encoded, 9, cfg.model)
-
-    decode_step = jax.jit(infer.decode_step, static_argnums=1)
-    cache, fixed = start(params, batch)
-    for t in range(9):
-        ids, segments = batch.decoder_inputs[:, t, None], batch.input_segments
-        logits, cache = decode_step(params, cfg.model, ids, t, cache, fixed, segments)
-        assert_close(logits[:, 0], expected[:, t])
-
-
-def test_lesson_infer_greedy_decoding_takes_the_most_probable_id():
-    """Each id is the argmax of the logits at its position, until this id is EOS.
-
-    The score of an output is the sum of the log-probabilities of its ids. After EOS, the
-    output is padding, and its score stays.
-    """
-    cfg = change(model=dict(vocab_size=12))  # with few ids, an output soon ends
-    params, batch = make_params(cfg, seed=29), make_batch(cfg, [(36, 9), (12, 9)])
-    pair = batch.inputs, batch.input_segments
-    ids, scores = infer.generate(params, *pair, cfg.model, 9)
-    inputs, outputs = (
-        [x[x > 0] for x in np.asarray(side)] for side in (pair[0], ids[:, 0])
-    )
-    assert [data.EOS in x for x in outputs] == [False, True]
-    again = data.pad_batch(inputs, outputs, 36, 9)
-    best = forward(params, again, cfg.model).argmax(axis=-1)
-    assert_equal(ids[:, 0], np.where(again.target_segments > 0, best, data.PAD))
-    assert_close(scores[:, 0], infer.score(params, again, cfg.model))
-
-
-def test_lesson_infer_a_wide_beam_search_is_exhaustive():
-    """With 5 ids, 1 + 4 + 16 = 21 outputs of at most 3 ids end with EOS.
-
-    40 beams keep all of their 16 x 5 = 80 extensions in the last step, so the search ranks
-    all outputs. With fewer beams, the best output may be lost.
-    """
-    cfg = change(model=dict(vocab_size=5))
-    params, decode = make_params(cfg, seed=8), DecodeConfig(beams=40, alpha=0.6)
-    others = [0, 2, 3, 4]  # all ids but EOS
-    outputs = [[*ids, 1] for n in range(3) for ids in itertools.product(others, repeat=n)]
-    batch = data.pad_batch([[2, 4, 3, 3, 1]] * 21, outputs, 5, 3)
-    lengths = np.array([len(ids) for ids in outputs])
-    scores = infer.score(params, batch, cfg.model) / ((5 + lengths) / 6) ** 0.6
-    order = np.argsort(-scores)
-    first = batch.inputs[:1], batch.input_segments[:1]
-    found, found_scores = infer.generate(params, *first, cfg.model, 3, decode)
-    assert_equal(found[0, :21], batch.targets[order])
-    assert_close(found_scores[0, :21], scores[order])
 
 
 def test_decoding_equals_that_of_t5x():
@@ -2025,9 +2181,8 @@ def test_beams_without_an_output_are_left_out(one_device):
 
 def test_vectors_are_means_over_the_inputs_without_padding(one_device):
     params, batch = make_params(SMALL), make_batch()
-    vectors = np.asarray(
-        model.encode(params, batch.inputs, batch.input_segments, SMALL.model)
-    )
+    sides = batch.inputs, batch.input_segments
+    vectors = np.asarray(model.encode(params, *sides, SMALL.model))
     means = [row[:n].mean(axis=0) for row, (n, _) in zip(vectors, UNEVEN)]
     assert_close(infer.mean_vectors(params, batch, SMALL.model), np.array(means))
 
@@ -2199,35 +2354,11 @@ def test_a_text_is_answered_on_standard_output(byte_run, tmp_path):
 # ---- evaluate --------------------------------------------------------------------------
 
 
-def test_lesson_evaluate_the_most_probable_choice_is_the_answer():
-    """A score is a log-probability, and each token lowers it.
-
-    Long choices are at a disadvantage, unless the score is divided by their length.
-    """
-    choices = [  # (index, is_correct, weight, length in tokens)
-        *(((0, 0), True, 1.0, 1), ((0, 1), False, 1.0, 1)),
-        *(((1, 0), False, 1.0, 1), ((1, 1), True, 1.0, 4)),
-    ]
-    scores = [-1.0, -2.0, -1.0, -2.0]
-    assert evaluate.rank_classification(choices, scores) == {"accuracy": 50.0}
-    normalized = evaluate.rank_classification(choices, scores, normalize=True)
-    assert normalized == {"accuracy": 100.0}
-
-
 # metric, targets, predictions, the result of t5 0.9.4
 METRIC_CASES = [
     ("accuracy", ["a", "b", "c"], ["a", "b", "x"], {"accuracy": 66.66666666666666}),
     ("f1", [1, 0, 1, 0], [1, -1, -1, 0], {"f1": 50.0}),
     ("f1", [0, 0], [0, 0], {"f1": 0.0}),
-    ("matthews_corrcoef", [0, 1, 0, 1, 1], [0, 1, 1, -1, 1],
-     {"matthews_corrcoef": 30.860669992418384}),
-    ("matthews_corrcoef", [0, 1], [1, 1], {"matthews_corrcoef": 0.0}),
-    ("pearson_corrcoef", [1.0, 2.0, 4.0], [1.0, 3.0, 3.5],
-     {"pearson_corrcoef": 86.60254037844388}),
-    ("spearman_corrcoef", [1.0, 2.0, 2.0, 4.0], [2.0, 1.0, 3.0, 4.0],
-     {"spearman_corrcoef": 63.24555320336759}),
-    ("pearson_corrcoef", [1.0, 2.0], [1.0, 1.0], {"pearson_corrcoef": math.nan}),
-    ("mean_3class_f1", [0, 1, 2, 2], [0, 2, 2, -1], {"mean_3class_f1": 50.0}),
     ("squad", [["The cat", "a dog!"], ["x y"], [""]], ["cat", "y z", ""],
      {"em": 66.66666666666666, "f1": 50.0}),
     ("rouge", ["a b c d", "x"], ["a b c e", "y"],
@@ -2237,7 +2368,6 @@ METRIC_CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.filterwarnings("ignore::scipy.stats.ConstantInputWarning")
 @pytest.mark.parametrize("name, targets, predictions, expected", METRIC_CASES)
 def test_metrics_equal_those_of_t5(name, targets, predictions, expected):
     found = evaluate.METRICS[name](targets, predictions)
@@ -2260,8 +2390,6 @@ def test_bleu_compares_a_prediction_with_all_of_its_own_references():
         ("accuracy", [["a"], ["b"]], ["a", "b"]),
         ("accuracy", [1, 0], [1]),
         ("squad", ["the cat"], ["the cat"]),
-        ("spearman_corrcoef", ["no", "yes"], ["no", "yes"]),
-        ("mean_3class_f1", ["no", "yes"], ["no", "yes"]),
     ],
 )
 def test_metrics_refuse_targets_that_they_would_misread(name, targets, predictions):
@@ -2542,43 +2670,6 @@ def test_other_flags_get_columns_of_their_own(byte_run):
 # ---- train: learning rate and optimizer ------------------------------------------------
 
 
-def test_lesson_train_the_learning_rate_of_t5_by_hand():
-    """The learning rate of T5 is 1 / sqrt(max(step, 10,000)).
-
-    It is constant during the first 10,000 steps. After that, a step that is four times as
-    late has half the rate. Late in training, small steps average out the noise of batches.
-    """
-    for step, rate in {0: 0.01, 10_000: 0.01, 40_000: 0.005, 1_000_000: 0.001}.items():
-        assert train.learning_rate(step, TrainConfig()) == pytest.approx(rate)
-
-
-def test_lesson_train_two_updates_of_adafactor_by_hand():
-    """Adafactor divides a gradient by the root of V, the average of squared gradients.
-
-    Row means R and column means C approximate V by R C / mean(R). A matrix of 130 x 140
-    then needs 270 numbers instead of 18,200. The update is clipped to a root mean square
-    of 1. The size of a step is relative to the root mean square of the weights.
-    """
-    rng, shape = np.random.default_rng(0), (130, 140)
-    w, R, C = rng.standard_normal(shape), np.zeros(130), np.zeros(140)
-    optimizer = train.adafactor(0.01, TrainConfig())
-    ours = {"w": jnp.float32(w)}
-    slots = optimizer.init(ours)
-    for t in range(2):
-        g = rng.standard_normal(shape) * rng.random((130, 1))
-        beta = 1 - (t + 1) ** -0.8  # beta is 0 in the first update
-        R = beta * R + (1 - beta) * (g**2).mean(axis=1)
-        C = beta * C + (1 - beta) * (g**2).mean(axis=0)
-        u = g / np.sqrt(np.outer(R, C) / R.mean())
-        u = u / max(1, np.sqrt((u**2).mean()))
-        w = w - 0.01 * max(1e-3, np.sqrt((w**2).mean())) * u
-        updates, slots = optimizer.update({"w": jnp.float32(g)}, slots, ours)
-        ours = optax.apply_updates(ours, updates)
-        assert_close(ours["w"], w, 1e-6)
-    stored = {x.shape for x in jax.tree.leaves(slots) if x.size > 1}
-    assert stored == {(130,), (140,)}
-
-
 def test_learning_rates_equal_recorded_rates_of_t5x():
     names = {"factors": "schedule", "step_offset": "schedule_offset"}
     names |= {"base_learning_rate": "learning_rate"}
@@ -2683,21 +2774,6 @@ def test_large_slots_are_split_like_their_parameters(optimizer):
 # ---- train: the step -------------------------------------------------------------------
 
 
-def test_lesson_train_microbatches_equal_one_batch():
-    """A batch that needs too much memory can be processed in several microbatches.
-
-    The gradient of a sum is the sum of the gradients. Each microbatch divides its loss by
-    the number of targets in the complete batch. If it divided by its own number of targets,
-    each target of a short microbatch would count too much.
-    """
-    params, batch = make_params(SMALL), make_batch()
-    _, expected = gradients(params, batch, SMALL, None)
-    cfg = change(train=dict(microbatches=8))
-    sums, found = gradients(params, batch, cfg, None)
-    assert sums["tokens"] == 45
-    assert_close(found, expected)
-
-
 def test_a_step_with_dropout_microbatches_and_loss_divisor():
     """Seed and step choose the dropout masks, and each microbatch has its own.
 
@@ -2739,53 +2815,15 @@ def test_rows_that_the_devices_cannot_share_are_refused():
 # ---- train: runs -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def quiet(monkeypatch):
-    """Train in this process on one device, without examples and signal handlers."""
-    monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
-    monkeypatch.setattr(evaluate, "held_out_example", lambda *_: "")
-    monkeypatch.setattr(train, "stop_signals", list)
-
-
-def small_run(**changes):
-    """Return the settings of six steps on random tokens."""
-    defaults = dict(steps=6, log_every=1, save_every=3, eval_every=3, eval_batches=1)
-    return change(model=dict(dropout=0.1), train=defaults | changes)
-
-
-def train_small(run_dir, source="", **changes):
-    train.train(small_run(**changes), run_dir, "", str(source))
-    return partition.Checkpoints(run_dir)
-
-
-def metric_lines(run_dir):
-    """Return metrics.jsonl without the lines about the speed."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [line for line in lines if '"timing/' not in line]
-
-
-def shard_bytes(run_dir, step=6):
-    files = partition.Checkpoints(run_dir).path(step).iterdir()
-    return {path.name: path.read_bytes() for path in files}
-
-
-def test_lesson_train_a_resumed_run_equals_an_uninterrupted_run(tmp_path, quiet):
-    """A run that stops and resumes ends with the same weights, bit for bit.
-
-    A step depends only on the TrainState and on the batch. A checkpoint contains the
-    TrainState (weights, optimizer state and step) and the place in the data. If one of
-    these were lost, the weights would differ.
-    """
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    train_small(straight)
-    train_small(resumed, steps=3)
-    with open(resumed / "metrics.jsonl", "a") as file:
-        file.write('{"step": 4, "train/loss": 1.0}\n{"step": 5, "tra')  # of a killed run
-    train_small(resumed)
-    assert shard_bytes(straight) == shard_bytes(resumed)
-    assert metric_lines(straight) == metric_lines(resumed)
-    steps = [json.loads(line)["step"] for line in metric_lines(straight)]
-    assert steps == [1, 2, 3, 3, 4, 5, 6, 6]
+def test_the_speed_counts_the_rows_since_the_last_line(tmp_path, quiet, monkeypatch):
+    """The clock of this test counts how often it is read: five times between two lines."""
+    clock = types.SimpleNamespace(perf_counter=itertools.count().__next__)
+    monkeypatch.setattr(train, "time", clock)
+    train_small(tmp_path, log_every=2, eval_every=0, save_every=0)
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    timing = [line for line in lines if "timing/rows_per_second" in line]
+    assert [line["timing/rows_per_second"] for line in timing] == [2 * 8 / 5] * 3
+    assert [line["timing/data_wait_fraction"] for line in timing] == [2 / 5] * 3
 
 
 def test_a_run_can_be_in_a_bucket(tmp_path, quiet):
@@ -2888,9 +2926,8 @@ def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet):
         {k: a for k, a in names.items() if k.startswith("params/")},
         {k: stored[k] for k in names if k.startswith("params/")},
     )
-    run = train.start_run(
-        small_run(restore="all", steps=9), tmp_path / "b", "", str(source)
-    )
+    cfg = small_run(restore="all", steps=9)
+    run = train.start_run(cfg, tmp_path / "b", "", str(source))
     names = partition.flatten(run.state)
     assert run.step == names["step"] == 6 and names["opt_state/0/count"] == 6
     assert_equal(names, {k: stored[k] for k in names})
@@ -3035,42 +3072,6 @@ def test_two_processes_with_different_settings_or_folders_do_not_train(what, tmp
     else:
         assert all("different settings or files" in error for error in errors)
     assert not any(tmp_path.glob("**/complete"))
-
-
-# ---- convert ---------------------------------------------------------------------------
-
-
-def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
-    """T5X stores a matrix as [inputs, outputs], PyTorch as [outputs, inputs].
-
-    Both have one array for each layer, and plain T5 stacks them. A square matrix would fit
-    without the transpose, but the model would compute nonsense.
-    """
-    theirs = hf_state(SMALL.model)
-    params = params_of(write_model(tmp_path / "hf", SMALL.model, theirs))
-    name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
-    assert theirs[name].shape == (40, 48)  # d_model, d_ff
-    np.testing.assert_array_equal(
-        params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T
-    )
-    t5x, hugging_face = convert.names("decoder/layers/mlp/down", layer=2)
-    assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
-
-
-def test_lesson_convert_a_tied_model_scales_its_logits():
-    """T5 1.0 multiplies the output of the decoder by d_model^-0.5, T5 1.1 does not.
-
-    If Hugging Face has another mixture, the factor becomes a part of the output layer.
-    """
-    embed, head = np.ones((7, 4), np.float32), np.full((7, 4), 8, np.float32)
-
-    def convert_head(head, **config):
-        arrays = {"decoder.block.0": embed, "shared.weight": embed, HEAD: head}
-        return convert.one_embedding(arrays, config, "model").get("lm_head.weight")
-
-    assert convert_head(embed, tie_word_embeddings=True) is None
-    assert convert_head(head, tie_word_embeddings=False)[0, 0] == 8
-    assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
 
 
 # ---- convert: folders of Hugging Face, written by other programs -----------------------
@@ -3673,6 +3674,7 @@ def test_the_command_converts_there_and_back(tmp_path):
     source = write_model(tmp_path / "hf", SMALL.model, hf_state(SMALL.model))
     output = command("convert.py", source, tmp_path / "run")
     assert "spiece.model" in output
+    assert configs.load_run(tmp_path / "run")[0].data.extra_ids == 100
     command("convert.py", tmp_path / "run", tmp_path / "back", "--to", "hf", "--step", 0)
     weights = [folder / "model.safetensors" for folder in (source, tmp_path / "back")]
     assert_equal(*map(safetensors.numpy.load_file, weights))

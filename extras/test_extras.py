@@ -87,6 +87,33 @@ def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
 # ---- t5_tasks --------------------------------------------------------------------------
 
 
+# metric, targets, predictions, the result of t5 0.9.4
+METRIC_CASES = [
+    ("matthews_corrcoef", [0, 1, 0, 1, 1], [0, 1, 1, -1, 1],
+     {"matthews_corrcoef": 30.860669992418384}),
+    ("matthews_corrcoef", [0, 1], [1, 1], {"matthews_corrcoef": 0.0}),
+    ("pearson_corrcoef", [1.0, 2.0, 4.0], [1.0, 3.0, 3.5],
+     {"pearson_corrcoef": 86.60254037844388}),
+    ("spearman_corrcoef", [1.0, 2.0, 2.0, 4.0], [2.0, 1.0, 3.0, 4.0],
+     {"spearman_corrcoef": 63.24555320336759}),
+    ("pearson_corrcoef", [1.0, 2.0], [1.0, 1.0], {"pearson_corrcoef": math.nan}),
+    ("mean_3class_f1", [0, 1, 2, 2], [0, 2, 2, -1], {"mean_3class_f1": 50.0}),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore::scipy.stats.ConstantInputWarning")
+@pytest.mark.parametrize("name, targets, predictions, expected", METRIC_CASES)
+def test_metrics_of_glue_equal_those_of_t5(name, targets, predictions, expected):
+    found = evaluate.METRICS[name](targets, predictions)
+    assert found == pytest.approx(expected, rel=1e-9, nan_ok=True)
+
+
+@pytest.mark.parametrize("name", ["spearman_corrcoef", "mean_3class_f1"])
+def test_metrics_of_numbers_refuse_texts(name):
+    with pytest.raises((TypeError, ValueError)):
+        evaluate.METRICS[name](["no", "yes"], ["no", "yes"])
+
+
 # (task, example of the source, [(inputs, targets), ...] that the package t5 0.9.4 makes)
 WSC = "super_glue_wsc_v102_simple_eval"
 FORMATS = [
