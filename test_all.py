@@ -42,6 +42,7 @@ import pytest
 import safetensors.numpy
 import sentencepiece
 from fsspec.implementations.memory import MemoryFileSystem
+from numpy.testing import assert_allclose, assert_array_equal
 from sentencepiece import sentencepiece_model_pb2
 
 import configs
@@ -128,12 +129,12 @@ def assert_close(a, b, tolerance=1e-5):
     for (path, x), y in leaves:
         x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
         limit = tolerance * max(np.abs(y).max(initial=0), 1e-30)
-        np.testing.assert_allclose(x, y, 0, limit, err_msg=jax.tree_util.keystr(path))
+        assert_allclose(x, y, 0, limit, err_msg=jax.tree_util.keystr(path))
 
 
 def assert_equal(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+        assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 def recorded(name):
@@ -218,17 +219,13 @@ def make_packed(cfg=SMALL, seed=0):
     sides = []
     for length in (cfg.data.inputs_length, cfg.data.targets_length):
         ends = np.sort(rng.integers(1, length, (4, 2)))
-        segments = (np.arange(length) < ends[:, 1:]) * (
-            1 + (np.arange(length) >= ends[:, :1])
-        )
+        at = np.arange(length)
+        segments = (at < ends[:, 1:]) * (1 + (at >= ends[:, :1]))
         ids = rng.integers(3, cfg.model.vocab_size, segments.shape) * (segments > 0)
         sides += [np.int32(ids), np.int32(segments)]
     inputs, input_segments, targets, segments = sides
     shifted = data.shift_right(targets, segments)
     return data.Batch(inputs, input_segments, shifted, targets, segments)
-
-
-attend = jax.jit(model.dot_product_attention)
 
 
 @functools.partial(jax.jit, static_argnums=2)
@@ -241,11 +238,11 @@ def test_lesson_rms_norm_divides_by_the_root_mean_square():
     # The root mean square of [3, 4] is sqrt((9 + 16) / 2). A longer vector gives the same.
     x, scale = jnp.array([[3.0, 4.0], [300.0, 400.0]]), jnp.array([1.0, 10.0])
     expected = [3 / 12.5**0.5, 10 * 4 / 12.5**0.5]
-    np.testing.assert_allclose(model.rms_norm(x, scale), [expected, expected], rtol=1e-6)
+    assert_allclose(model.rms_norm(x, scale), [expected, expected], rtol=1e-6)
     # A millionth is added to the mean square, so that zeros stay zeros.
     x = jnp.array([[0.0, 0.0], [1e-3, -1e-3]])
     expected = [[0, 0], [0.5**0.5, -(0.5**0.5)]]
-    np.testing.assert_allclose(model.rms_norm(x, jnp.ones(2)), expected, rtol=1e-6)
+    assert_allclose(model.rms_norm(x, jnp.ones(2)), expected, rtol=1e-6)
 
 
 def test_lesson_near_positions_have_buckets_of_their_own():
@@ -263,8 +260,8 @@ def test_lesson_near_positions_have_buckets_of_their_own():
         [5, 4, 2, 1, 0, 0, 0, 0, 0, 0],
         [7, 7, 7, 6, 6, 6, 6, 5, 2, 0],
     ]
-    np.testing.assert_array_equal(model.relative_bucket(distance, True, cfg), encoder)
-    np.testing.assert_array_equal(model.relative_bucket(distance, False, cfg), decoder)
+    assert_array_equal(model.relative_bucket(distance, True, cfg), encoder)
+    assert_array_equal(model.relative_bucket(distance, False, cfg), decoder)
 
 
 def make_attention(seed=0, queries=5, keys=7):
@@ -284,13 +281,13 @@ def test_lesson_attention_is_a_weighted_mean_of_the_values(bidirectional):
     distance = np.arange(7) - np.arange(5)[:, None]
     bias = table[:, model.relative_bucket(distance, bidirectional, SMALL.model)]
     by_matmul = model.position_bias(table, 5, 7, bidirectional, SMALL.model)
-    np.testing.assert_allclose(by_matmul, bias, rtol=1e-6)
-    found = attend(q, k, v, mask, bias)
+    assert_allclose(by_matmul, bias, rtol=1e-6)
+    found = model.dot_product_attention(q, k, v, mask, bias)
     for b, h in np.ndindex(3, 4):
         weights = np.exp(q[b, h] @ k[b, h].T + bias[h]) * mask[b, 0]
         weights[-1] = 1  # A query that sees no key is padding. It gets the mean.
         expected = weights / weights.sum(axis=1, keepdims=True) @ v[b, h]
-        np.testing.assert_allclose(found[b, h], expected, rtol=1e-4, atol=1e-6)
+        assert_allclose(found[b, h], expected, rtol=1e-4, atol=1e-6)
 
 
 def test_lesson_the_decoder_is_causal():
@@ -303,7 +300,7 @@ def test_lesson_the_decoder_is_causal():
         changed = batch._replace(targets=targets, decoder_inputs=shifted)
         difference = np.abs(forward(params, changed, SMALL.model)[0] - logits).max(axis=1)
         # Another target t changes the logits after position t only.
-        np.testing.assert_array_equal(difference > 1e-5, np.arange(9) > t)
+        assert_array_equal(difference > 1e-5, np.arange(9) > t)
 
 
 def test_lesson_a_packed_row_equals_separate_rows():
@@ -319,7 +316,7 @@ def test_lesson_a_packed_row_equals_separate_rows():
     alone = forward(params, alone, SMALL.model)
     for i, (row, segment) in enumerate(itertools.product(range(4), (1, 2))):
         found = together[row][packed.target_segments[row] == segment]
-        np.testing.assert_allclose(found, alone[i, : len(found)], atol=1e-4)
+        assert_allclose(found, alone[i, : len(found)], atol=1e-4)
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
@@ -783,9 +780,7 @@ def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
     params = params_of(write_model(tmp_path / "hf", SMALL.model, theirs))
     name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
     assert theirs[name].shape == (40, 48)  # d_model, d_ff
-    np.testing.assert_array_equal(
-        params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T
-    )
+    assert_array_equal(params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T)
     t5x, hugging_face = convert.names("decoder/layers/mlp/down", layer=2)
     assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
 
@@ -1744,9 +1739,6 @@ def test_a_failed_save_is_reported(tmp_path, monkeypatch):
 # ---- model -----------------------------------------------------------------------------
 
 
-encode = jax.jit(model.encode, static_argnums=3)
-
-
 # The first distance of each bucket, from t5x/examples/t5/layers.py.
 BOTH_WAYS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 23, 32, 46, 64, 91]
 CAUSAL = [*range(17), 19, 21, 24, 27, 31, 35, 40, 46, 52, 59, 67, 77, 87, 99, 113]
@@ -1756,10 +1748,10 @@ def test_relative_buckets_equal_those_of_t5x():
     cfg, far = ModelConfig(), np.arange(300)
     before = np.searchsorted(BOTH_WAYS, far, "right") - 1
     causal = np.searchsorted(CAUSAL, far, "right") - 1
-    np.testing.assert_array_equal(model.relative_bucket(-far, True, cfg), before)
+    assert_array_equal(model.relative_bucket(-far, True, cfg), before)
     after = model.relative_bucket(far[1:], True, cfg)
-    np.testing.assert_array_equal(after, before[1:] + 16)
-    np.testing.assert_array_equal(model.relative_bucket(-far, False, cfg), causal)
+    assert_array_equal(after, before[1:] + 16)
+    assert_array_equal(model.relative_bucket(-far, False, cfg), causal)
     assert not model.relative_bucket(far, False, cfg).any()
 
 
@@ -1779,9 +1771,10 @@ def test_the_network_equals_that_of_t5x(name):
     input_segments = case["encoder_segment_ids"] if packed else np.int32(inputs > 0)
     segments = case["decoder_segment_ids"] if packed else np.int32(targets > 0)
     shifted = data.shift_right(targets, segments)
-    np.testing.assert_array_equal(shifted, case["decoder_input_tokens"])
+    assert_array_equal(shifted, case["decoder_input_tokens"])
     batch = data.Batch(inputs, input_segments, shifted, targets, segments)
 
+    encode = jax.jit(model.encode, static_argnums=3)
     encoded = np.asarray(encode(params, inputs, input_segments, cfg))
     assert_close(encoded[inputs > 0], case["encoded"][inputs > 0])
     logits = forward(params, batch, cfg)
@@ -1789,13 +1782,13 @@ def test_the_network_equals_that_of_t5x(name):
     (loss, sums), grads = loss_and_gradients(params, batch, replace(SMALL, model=cfg))
     found = float(loss), float(sums["z_loss"]), float(sums["tokens"])
     expected = case["loss_sum"], case["z_loss"], case["weight_sum"]
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    assert_allclose(found, expected, rtol=1e-5)
     grads = partition.flatten(grads)
     for path, layer, _, name, _ in convert.all_names(cfg):
         g = grads[path] if layer is None else grads[path][layer]
         expected = case[f"grad_sq/{name}"]
         found = jnp.sum(g * g, tuple(range(expected.ndim, g.ndim)))
-        np.testing.assert_allclose(found, expected, rtol=1e-4, err_msg=name)
+        assert_allclose(found, expected, rtol=1e-4, err_msg=name)
 
 
 # The numbers of parameters that the authors have published.
@@ -1881,10 +1874,10 @@ def test_dropped_values_equal_dropped_probabilities():
     dropped = model.dropout(jnp.asarray(v), 0.3, key, axis=3)
     kept = np.asarray(dropped[..., 0] / v[..., 0])  # [B, H, K]: 0 or 1 / 0.7
     assert set(np.round(kept, 4).ravel()) == {0.0, np.float32(1.4286)}
-    found = attend(q, k, dropped, mask)[:, :, :-1]
+    found = model.dot_product_attention(q, k, dropped, mask)[:, :, :-1]
     scores = np.where(mask, q @ k.swapaxes(2, 3), -np.inf)[:, :, :-1]
     expected = (np.asarray(jax.nn.softmax(scores)) * kept[:, :, None]) @ v
-    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+    assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
     # Without a key, or at rate 0, nothing is dropped.
     assert model.dropout(v, 0.3, None) is v and model.dropout(v, 0.0, key) is v
 
@@ -1911,7 +1904,7 @@ def test_the_loss_equals_that_of_t5x():
         loss, z_loss, correct = (jnp.sum(x * weights) for x in losses)
         factor = one["loss_normalizing_factor"] or 1
         found = (loss + z_loss) / factor, z_loss / factor
-        np.testing.assert_allclose(found, (one["loss"], one["z_loss_value"]), rtol=2e-6)
+        assert_allclose(found, (one["loss"], one["z_loss_value"]), rtol=2e-6)
         right = jnp.argmax(logits, axis=-1) == targets
         assert correct == jnp.sum(right * weights)
 
@@ -1941,6 +1934,15 @@ def test_the_command_lists_all_parameters():
 # ---- infer -----------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("N", [1, 4])
+def test_the_padded_queries_of_a_tpu_change_nothing(N, monkeypatch):
+    q, k, v, table, mask = make_attention(queries=N)
+    cases = (mask, table[:, None, :7]), (mask[:, :, :1], None)
+    expected = [model.dot_product_attention(q, k, v, *case) for case in cases]
+    monkeypatch.setattr(partition, "platform", lambda: "tpu")
+    assert_close([infer.attend_to_cache(q, k, v, *case) for case in cases], expected)
+
+
 def test_decoding_equals_that_of_t5x():
     """Greedy outputs, beams with several length penalties, and scores."""
     case, (params, cfg) = np.load(recorded("t5x/network/v11.npz")), recorded_model()
@@ -1954,11 +1956,11 @@ def test_decoding_equals_that_of_t5x():
         ids, scores = infer.generate(*args, length, decode)
         assert_equal(ids[:, ::-1], case[found[0]])  # T5X has the best last
         expected = case[f"{found[0]}_scores"]
-        np.testing.assert_allclose(scores[:, ::-1], expected, rtol=1e-4)
+        assert_allclose(scores[:, ::-1], expected, rtol=1e-4)
     sides = [x[x > 0] for x in inputs], [x[x > 0] for x in targets]
     batch = data.pad_batch(*sides, inputs.shape[1], targets.shape[1])
     found = infer.score(params, batch, cfg)
-    np.testing.assert_allclose(found, case["target_scores"], rtol=1e-5)
+    assert_allclose(found, case["target_scores"], rtol=1e-5)
     assert sum(map(bool, searches)) >= 3
 
 
@@ -2000,7 +2002,7 @@ def test_decoding_beside_hugging_face(layer_biases, tmp_path):
         scores, other_scores = np.asarray(scores[:, 0]), theirs.sequences_scores.numpy()
         equal, better = same & ended, ~same & ended
         assert equal.sum() >= 2 and same.sum() >= 8
-        np.testing.assert_allclose(scores[equal], other_scores[equal], rtol=1e-4)
+        assert_allclose(scores[equal], other_scores[equal], rtol=1e-4)
         assert (scores > other_scores)[better].all()
 
 
@@ -2047,7 +2049,7 @@ def test_beam_search_equals_a_search_in_plain_python(beams, alpha, penalty):
         expected = search_slowly(params, cfg.model, row[row > 0], 5, decode)
         for (score, answer), x, y in zip(expected, got.tolist(), total, strict=False):
             assert x == answer + [0] * (5 - len(answer))
-            np.testing.assert_allclose(y, score, rtol=1e-4)
+            assert_allclose(y, score, rtol=1e-4)
 
 
 def test_the_search_goes_on_while_a_live_beam_can_win():
@@ -2150,7 +2152,7 @@ def test_results_do_not_depend_on_the_batch_or_the_mesh(mode, decode):
         ids, found = zip(*(zip(*pairs) for pairs in found))
         assert ids[0] == ids[1]
     for scores, others in zip(*found, strict=True):
-        np.testing.assert_allclose(scores, others, rtol=1e-4)
+        assert_allclose(scores, others, rtol=1e-4)
 
 
 def test_the_id_0_is_padding_wherever_it_stands(one_device):
@@ -2165,7 +2167,7 @@ def test_the_id_0_is_padding_wherever_it_stands(one_device):
     hidden = np.int32([[1, 0, 1, 1]])  # no query may see the key of the id 0
     batch = batch._replace(input_segments=hidden, target_segments=hidden)
     (found,) = infer.run_examples(params, cfg, one_device, [inner], "score")
-    np.testing.assert_allclose(found, infer.score(params, batch, cfg.model)[0], rtol=1e-5)
+    assert_allclose(found, infer.score(params, batch, cfg.model)[0], rtol=1e-5)
     with pytest.raises(UserError, match="padding"):  # softmax over no key at all
         next(infer.run_examples(params, cfg, one_device, [infer.Example([0, 0], [1])]))
 
@@ -2582,7 +2584,7 @@ def test_rank_writes_the_chosen_answer_of_each_example(evaluated):
     assert metrics["accuracy"] == 100 * np.mean(right)
     rank_normalized = functools.partial(evaluate.rank, normalize=True)
     for line, other in zip(lines, evaluated(rank_normalized, rows, **options)[1]):
-        np.testing.assert_allclose(np.divide(line["scores"], [3, 4]), other["scores"])
+        assert_allclose(np.divide(line["scores"], [3, 4]), other["scores"])
     expanded = [
         {"inputs": row["inputs"], "targets": text, "idx": [i, j]}
         | {"is_correct": [int(i == j)], "weight": [1.0]}
@@ -2593,7 +2595,7 @@ def test_rank_writes_the_chosen_answer_of_each_example(evaluated):
     assert again == {"accuracy": metrics["accuracy"]}
     for line, other in zip(lines, other_lines):
         assert line["prediction"] == other["prediction"]
-        np.testing.assert_allclose(line["scores"], other["scores"], rtol=1e-5)
+        assert_allclose(line["scores"], other["scores"], rtol=1e-5)
 
 
 def test_choices_that_become_equal_ids_are_refused(evaluated):
@@ -2677,7 +2679,7 @@ def test_learning_rates_equal_recorded_rates_of_t5x():
         steps, values = case.pop("steps"), case.pop("values")
         cfg = TrainConfig(**{names.get(key, key): value for key, value in case.items()})
         ours = [train.learning_rate(jnp.int32(step), cfg) for step in steps]
-        np.testing.assert_allclose(ours, values, rtol=1e-6, err_msg=cfg.schedule)
+        assert_allclose(ours, values, rtol=1e-6, err_msg=cfg.schedule)
 
 
 def test_adafactor_equals_recorded_updates_of_t5x():
@@ -2707,9 +2709,7 @@ def test_adafactor_equals_recorded_updates_of_t5x():
             rms = np.sqrt(np.mean(np.float64(w) ** 2))
             found = {key: w, f"{key}/corner": corner, f"{key}/rms": rms}
             for name in found.keys() & set(case):  # of large parameters, only a corner
-                np.testing.assert_allclose(
-                    found[name], case[name], 1e-6, 1e-6, err_msg=name
-                )
+                assert_allclose(found[name], case[name], 1e-6, 1e-6, err_msg=name)
     for path in shapes:
         ours = [slots[0].v_row[path], slots[0].v_col[path], slots[0].v[path]]
         theirs = [case.get(f"state/{path}/{kind}") for kind in ("v_row", "v_col", "v")]
@@ -2718,7 +2718,7 @@ def test_adafactor_equals_recorded_updates_of_t5x():
         theirs.pop((1,), None)  # what is not used has the shape [1]
         for x in ours:
             if x.shape in theirs:
-                np.testing.assert_allclose(x, theirs[x.shape], 1e-5, err_msg=path)
+                assert_allclose(x, theirs[x.shape], 1e-5, err_msg=path)
 
 
 def test_adafactor_treats_each_layer_as_an_array_of_its_own():
@@ -3251,12 +3251,12 @@ def test_logits_of_transformers(family, kind, config, tmp_path):
     weights = convert.read(source)
     theirs, ours = logits_of(source, weights, kind)
     assert theirs.std() > 0.05
-    np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
+    assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
     convert.convert(source, tmp_path / "run")
     convert.convert(tmp_path / "run", tmp_path / "back", to="hf")
     (kind,) = json.loads((tmp_path / "back/config.json").read_text())["architectures"]
     again, _ = logits_of(tmp_path / "back", weights, kind)
-    np.testing.assert_allclose(again, theirs, atol=1e-5 * np.abs(theirs).max())
+    assert_allclose(again, theirs, atol=1e-5 * np.abs(theirs).max())
 
 
 # Rows: tie_word_embeddings and scale_decoder_outputs. Columns: lm_head.weight differs from
@@ -3294,7 +3294,7 @@ def test_arrays_and_config_determine_whether_a_model_is_tied(family, stated):
         found = convert.one_embedding(*arguments).get("lm_head.weight")
         factor = {"untied": 1, "folded": 0.5}.get(expected)
         wanted = None if factor is None else factor * head.get("lm_head.weight", embed)
-        np.testing.assert_array_equal(found, wanted)
+        assert_array_equal(found, wanted)
 
 
 NORM, HEAD = "encoder.final_layer_norm.weight", "lm_head.weight"
@@ -3440,7 +3440,7 @@ def test_a_new_folder_appears_only_when_it_is_complete(tmp_path, monkeypatch):
         convert.convert(tmp_path / "run", new)
     convert.convert(tmp_path / "run", tmp_path / "half", to="hf", dtype="bfloat16")
     found = params_of(tmp_path / "half")["embed"]
-    np.testing.assert_array_equal(found, state["shared.weight"].astype(jnp.bfloat16))
+    assert_array_equal(found, state["shared.weight"].astype(jnp.bfloat16))
 
 
 # ---- convert: T5X and Mesh TensorFlow --------------------------------------------------
@@ -3531,9 +3531,9 @@ def test_checkpoints_that_t5x_wrote_and_back(kind, tmp_path):
     assert back.keys() == first.keys() >= set(wanted.files)
     for name in back:
         assert np.asarray(back[name]).dtype == np.asarray(first[name]).dtype
-        np.testing.assert_array_equal(back[name], first[name], err_msg=name)
+        assert_array_equal(back[name], first[name], err_msg=name)
         if name in wanted:
-            np.testing.assert_array_equal(back[name], wanted[name], err_msg=name)
+            assert_array_equal(back[name], wanted[name], err_msg=name)
 
 
 def test_other_versions_of_t5x_are_refused(tmp_path):
