@@ -614,11 +614,11 @@ def read(source: Path, step: str = "latest") -> Weights:
         arrays |= adafactor_state(slots, cfg, trained)
     vocab, extra_ids = find_vocabulary(folders, cfg.vocab_size)
     data_config = DataConfig(vocab=vocab or "spiece.model", extra_ids=extra_ids)
-    run = Config(cfg, data_config, TrainConfig(steps=max(trained, 1)))
-    tokenizer = data.load_tokenizer(run) if vocab else None
+    whole = Config(cfg, data_config, TrainConfig(steps=max(trained, 1)))
+    tokenizer = data.load_tokenizer(whole) if vocab else None
     name = Path(data_config.vocab).name  # The run keeps a copy of the file.
-    run = replace(run, data=replace(data_config, vocab=name))
-    return Weights(run, arrays, tokenizer)
+    whole = replace(whole, data=replace(data_config, vocab=name))
+    return Weights(whole, arrays, tokenizer)
 
 
 def write_run(weights: Weights, folder: Path) -> None:

@@ -161,28 +161,28 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
     return model.getvalue()
 
 
-# ---- span corruption -------------------------------------------------------------------
+# ---- span corruption (Raffel et al. 2020, section 3.1.4) -------------------------------
 #     tokens   Thank you for inviting me to your party last week
 #     inputs   Thank you <extra_id_0> me to your party <extra_id_1> </s>
 #     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
 
 
-def noise_counts(length: int, data: DataConfig) -> tuple[int, int]:
+def noise_counts(length: int, settings: DataConfig) -> tuple[int, int]:
     """Return how many of `length` tokens are removed, and in how many spans.
 
     Computed in float32 and rounded half to even, as in t5/data/preprocessors.py.
     """
-    noise = int(np.round(np.float32(length) * np.float32(data.noise_density)))
+    noise = int(np.round(np.float32(length) * np.float32(settings.noise_density)))
     noise = min(max(noise, 1), length - 1)
-    spans = int(np.round(np.float32(noise) / np.float32(data.mean_span_length)))
+    spans = int(np.round(np.float32(noise) / np.float32(settings.mean_span_length)))
     return noise, min(max(spans, 1), length - noise)
 
 
-def tokens_per_example(data: DataConfig) -> int:
+def tokens_per_example(settings: DataConfig) -> int:
     """Return how many tokens fill the inputs after span corruption: 568 become 512."""
     for length in itertools.count(3):
-        noise, spans = noise_counts(length, data)
-        if length - noise + spans + 1 > data.inputs_length:
+        noise, spans = noise_counts(length, settings)
+        if length - noise + spans + 1 > settings.inputs_length:
             return length - 1
 
 
@@ -202,14 +202,14 @@ def random_compositions(total: int, parts: int, rows: int, *key: int) -> np.ndar
     return np.diff(cuts, axis=1, prepend=0, append=total)
 
 
-def corrupt_spans(tokens: np.ndarray, sentinel: int, data: DataConfig, *key: int):
+def corrupt_spans(tokens: np.ndarray, sentinel: int, settings: DataConfig, *key: int):
     """Replace random spans of each row of tokens [N, n]: (inputs, targets), without EOS.
 
     A row begins with kept tokens and ends with a removed span. The targets have no last
     sentinel. So do random_spans_noise_mask and noise_span_to_unique_sentinel of t5.
     """
     rows, length = tokens.shape
-    noise, spans = noise_counts(length, data)
+    noise, spans = noise_counts(length, settings)
     kept = random_compositions(length - noise, spans, rows, *key, length, 0)
     removed = random_compositions(noise, spans, rows, *key, length, 1)
     lengths = np.stack([kept, removed], axis=2).ravel()  # kept and removed in turn
@@ -228,36 +228,36 @@ def corrupt_spans(tokens: np.ndarray, sentinel: int, data: DataConfig, *key: int
 # ---- objectives: documents become pairs (inputs, targets), without EOS -----------------
 
 
-def span_corruption(documents: list, tokenizer: Tokenizer, data: DataConfig, *key: int):
+def span_corruption(documents: list, tokenizer, settings: DataConfig, *key: int) -> list:
     """Corrupt spans of all documents. Those of equal length are computed together."""
     examples = [None] * len(documents)
     lengths = np.array([len(ids) for ids in documents])
     for length in np.unique(lengths).tolist():
         here = np.flatnonzero(lengths == length)
         tokens = np.stack([documents[i] for i in here])
-        noise, count = noise_counts(length, data)
+        noise, count = noise_counts(length, settings)
         inputs, targets = length - noise + count + 1, noise + count + 1
-        fits = inputs <= data.inputs_length and targets <= data.targets_length
+        fits = inputs <= settings.inputs_length and targets <= settings.targets_length
         if count > tokenizer.extra_ids or not fits:
             raise UserError(
                 f"{length} tokens need {inputs} inputs, {targets} targets and {count} of "
                 f"{tokenizer.extra_ids} sentinels: raise --data.targets_length or "
                 f"--data.mean_span_length, or use the task prefix_lm."
             )
-        sides = corrupt_spans(tokens, tokenizer.sentinel, data, *key)
+        sides = corrupt_spans(tokens, tokenizer.sentinel, settings, *key)
         for i, example in zip(here, zip(*sides)):
             examples[i] = example
     return examples
 
 
-def prefix_lm(documents: list, tokenizer: Tokenizer, data: DataConfig, *key: int) -> list:
+def prefix_lm(documents: list, tokenizer, settings: DataConfig, *key: int) -> list:
     """Cut each text at a random place: its beginning becomes the inputs."""
     bits = random_bits(len(documents), *key).tolist()
     cuts = [1 + random % (len(ids) - 1) for random, ids in zip(bits, documents)]
     return [(ids[:cut], ids[cut:]) for ids, cut in zip(documents, cuts)]
 
 
-def pairs(documents: list, tokenizer: Tokenizer, data: DataConfig, *key: int) -> list:
+def pairs(documents: list, tokenizer, settings: DataConfig, *key: int) -> list:
     """The documents are pairs already."""
     return documents
 
@@ -299,15 +299,15 @@ class Task(NamedTuple):
     eos_after_trim: bool = True  # False in T0
 
 
-def cut_documents(documents: list, task: Task, data: DataConfig) -> list:
+def cut_documents(documents: list, task: Task, settings: DataConfig) -> list:
     """Cut documents to the length of examples. For span corruption, join them before."""
     if task.objective is pairs:
         return documents
-    length = data.inputs_length - 1
+    length = settings.inputs_length - 1
     if task.objective is not prefix_lm:  # as in T5, without EOS between the documents
         documents = [np.concatenate([np.zeros(0, np.int32), *documents])]
     if task.objective is span_corruption:  # which makes the inputs shorter
-        length = tokens_per_example(data)
+        length = tokens_per_example(settings)
     cut = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
 
@@ -320,9 +320,9 @@ def make_examples(documents: list, task: Task, tokenizer, cfg: Config, *key) -> 
     ]
 
 
-def with_eos(ids, side: str, task: Task, data: DataConfig) -> np.ndarray:
+def with_eos(ids, side: str, task: Task, settings: DataConfig) -> np.ndarray:
     """Truncate, and append EOS. T0 has none in inputs, and loses it in long targets."""
-    limit = data.inputs_length if side == "inputs" else data.targets_length
+    limit = settings.inputs_length if side == "inputs" else settings.targets_length
     end = [EOS] if side == "targets" or task.inputs_eos else []
     kept = limit - len(end) * task.eos_after_trim
     return np.concatenate([ids[:kept], end], dtype=np.int32, casting="unsafe")[:limit]
@@ -471,6 +471,7 @@ class Batches:
 
     def __init__(self, cfg: Config, tokenizer: Tokenizer, state: dict | None = None):
         self.cfg, self.rates = cfg, trained_tasks(cfg)
+        self.limits = cfg.data.inputs_length, cfg.data.targets_length
         self.state = state or {"row": 0, "tasks": dict.fromkeys(self.rates, [*Place()])}
         self.places = {name: Place(*place) for name, place in self.state["tasks"].items()}
         self.streams, files = {}, []
@@ -494,12 +495,42 @@ class Batches:
         batch, self.state = next(self.batches)
         return batch
 
-    def make_batches(self) -> Iterator:
-        """Yield (batch, the state after it)."""
-        rows = self.make_rows(self.state["row"])
-        while True:
-            arrays, states = zip(*itertools.islice(rows, self.cfg.train.batch_size))
-            yield Batch(*map(np.stack, zip(*arrays))), states[-1]
+    def choose_examples(self) -> list:
+        """Take the next examples of all tasks, until they fill PACKED rows."""
+        names, rates = [*self.rates], np.array([*self.rates.values()])
+        counts = np.array([self.places[name].count for name in names])
+        # The next example is of the task that is farthest behind its rate. The fractions
+        # differ, so that tasks of equal rates take turns.
+        phase = (np.arange(len(names)) + 0.5) / len(names)
+        packs = self.cfg.data.pack
+        examples, filled = [], [0, 0]  # filled: rows that all inputs and all targets need
+        while max(filled) < PACKED:
+            k = np.argmin((counts + phase) / rates)
+            example, self.places[names[k]] = next(self.streams[names[k]])
+            if example:
+                counts[k] += 1
+                examples.append(example)
+                for side, limit in enumerate(self.limits):
+                    filled[side] += len(example[side]) / limit if packs else 1
+            elif examples:
+                break
+        return examples
+
+    def pack_rows(self) -> Batch:
+        """Pack the next examples, and shuffle the rows."""
+        first = sum(place.count for place in self.places.values())
+        examples = self.choose_examples()
+        sizes = np.array([[len(ids) for ids in example] for example in examples])
+        row = pack(sizes, self.limits) if self.cfg.data.pack else np.arange(len(sizes))
+        rows = row.max() + 1
+        bits = random_bits(rows, self.cfg.train.seed, first, ROWS)
+        row = np.argsort(bits, kind="stable")[row]  # another number for each row
+        order = np.argsort(row, kind="stable")  # the examples in the order of their rows
+        examples = [examples[i] for i in order]
+        packed = fill_rows(examples, row[order], rows, self.limits)
+        if not first:
+            print_filling(packed, sizes, self.limits)
+        return packed
 
     def make_rows(self, first: int) -> Iterator:
         """Yield (the five arrays of a row, the state after it)."""
@@ -511,44 +542,12 @@ class Batches:
                 yield [array[row] for array in packed], state
             first = 0
 
-    def choose_examples(self) -> list:
-        """Take the next examples of all tasks, until they fill PACKED rows."""
-        data, names = self.cfg.data, [*self.rates]
-        limits = data.inputs_length, data.targets_length
-        rates = np.array([*self.rates.values()])
-        counts = np.array([self.places[name].count for name in names])
-        # The next example is of the task that is farthest behind its rate. The fractions
-        # differ, so that tasks of equal rates take turns.
-        phase = (np.arange(len(names)) + 0.5) / len(names)
-        examples, filled = [], [0, 0]  # filled: rows that all inputs and all targets need
-        while max(filled) < PACKED:
-            k = np.argmin((counts + phase) / rates)
-            example, self.places[names[k]] = next(self.streams[names[k]])
-            if example:
-                counts[k] += 1
-                examples.append(example)
-                for side, limit in enumerate(limits):
-                    filled[side] += len(example[side]) / limit if data.pack else 1
-            elif examples:
-                break
-        return examples
-
-    def pack_rows(self) -> Batch:
-        """Pack the next examples, and shuffle the rows."""
-        data = self.cfg.data
-        limits = data.inputs_length, data.targets_length
-        first = sum(place.count for place in self.places.values())
-        examples = self.choose_examples()
-        sizes = np.array([[len(ids) for ids in example] for example in examples])
-        row = pack(sizes, limits) if data.pack else np.arange(len(sizes))
-        rows = row.max() + 1
-        bits = random_bits(rows, self.cfg.train.seed, first, ROWS)
-        row = np.argsort(bits, kind="stable")[row]
-        order = np.argsort(row, kind="stable")
-        packed = fill_rows([examples[i] for i in order], row[order], rows, limits)
-        if not first:
-            print_filling(packed, sizes, limits)
-        return packed
+    def make_batches(self) -> Iterator:
+        """Yield (batch, the state after it)."""
+        rows = self.make_rows(self.state["row"])
+        while True:
+            arrays, states = zip(*itertools.islice(rows, self.cfg.train.batch_size))
+            yield Batch(*map(np.stack, zip(*arrays))), states[-1]
 
 
 def print_filling(batch: Batch, sizes: np.ndarray, limits) -> None:
@@ -567,12 +566,14 @@ def batches_of_split(
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
     size, texts = cfg.train.batch_size, read_examples(files, task, cfg)
-    documents, place, wanted = [], True, cfg.train.eval_batches * size
-    while place and (not wanted or len(documents) < wanted):
+    documents, wanted = [], cfg.train.eval_batches * size or None
+    while wanted is None or len(documents) < wanted:
         more, place = read_documents(texts, 1 << 18, task, tokenizer, cfg)
         documents += more
+        if place is None:
+            break
     key = cfg.train.seed, zlib.crc32(name.encode()), NOISE
-    examples = make_examples(documents[: wanted or None], task, tokenizer, cfg, *key)
+    examples = make_examples(documents[:wanted], task, tokenizer, cfg, *key)
     limits = cfg.data.inputs_length, cfg.data.targets_length
     parts = [examples[i : i + size] for i in range(0, len(examples), size)]
     return [fill_rows(part, np.arange(len(part)), size, limits) for part in parts]

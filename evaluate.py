@@ -487,12 +487,12 @@ class Options(configs.Options):
     plot: str = ""  # file for a picture of losses, accuracies, metrics, learning rate
 
 
-def recorded_name(name: str, mode: str, options: Options, run: Config) -> str:
+def recorded_name(name: str, mode: str, options: Options, trained: Config) -> str:
     """Name what differs from the run, so that its metrics get columns of their own."""
     if mode == "rank":
         name += "-rank-normalized" if options.normalize else "-rank"
     if mode == "predict":
-        old = configs.flat(run)
+        old = configs.flat(trained)
         for key, value in configs.flat(options.cfg).items():
             if key.startswith("decode.") and value != old[key] and "batch" not in key:
                 name += f"-{key[7:]}={value}"
@@ -512,7 +512,7 @@ def record(folder, step: int, name: str, mode: str, metrics: dict, lines: list) 
 def main() -> None:
     options = configs.parse(Options)
     cfg, mesh, tokenizer = infer.open_run(options)
-    run, _ = configs.load_run(options.run_dir)
+    trained, _ = configs.load_run(options.run_dir)
     if options.tasks:
         cfg = replace(cfg, data=replace(cfg.data, eval_tasks=options.tasks))
     folder = configs.to_path(options.output or f"{options.run_dir}/eval")
@@ -543,7 +543,7 @@ def main() -> None:
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             if partition.is_main_process():
-                name = recorded_name(name, mode, options, run)
+                name = recorded_name(name, mode, options, trained)
                 record(folder, step, name, mode, metrics, lines)
     if partition.is_main_process():
         table = read_metrics([options.run_dir, folder])

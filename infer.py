@@ -34,7 +34,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tyro
-from flax.traverse_util import unflatten_dict
 from jax import Array, P, lax
 from jax.experimental import multihost_utils
 from tqdm import tqdm
@@ -75,7 +74,7 @@ def init_cache(params: dict, encoded: Array, length: int, cfg: ModelConfig, beam
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
         w = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
         w = model.gather_weights(table, w)
-        biases = (stack | w["self_attention"])["relative_bias"]
+        biases = model.relative_biases(stack, w["self_attention"], cfg)
         bias = model.position_bias(biases, length, length, False, cfg)
         cross = model.keys_values(w["cross_attention"], encoded, cfg)
         B, H, _, C = cross[0].shape
@@ -102,6 +101,7 @@ def decode_step(
     visible = past & (ancestors[..., None] == jnp.arange(N))  # [B, N, T, N]
     mask = visible.reshape(len(visible), 1, N, T * N)
     cross_mask = (input_segments > 0)[:, None, None]
+    cross_attend = functools.partial(attend_to_cache, mask=cross_mask)
 
     write = lax.dynamic_update_slice_in_dim
     x = model.embed(params, ids, cfg)
@@ -115,11 +115,8 @@ def decode_step(
             new_cache.append(kv)
             return attend_to_cache(q, *kv, mask, bias)
 
-        def cross_attend(q, *_):
-            return attend_to_cache(q, *cross_kv, cross_mask)
-
-        x = model.decoder_layer(w, x, None, attend, cross_attend, cfg)
-    x = model.rms_norm(x, params["decoder"]["norm"])
+        x = model.decoder_layer(w, x, cross_kv, attend, cross_attend, cfg)
+    x = model.end_decoder(params, x, cfg)
     return model.compute_logits(params, x, cfg), new_cache
 
 
@@ -459,7 +456,8 @@ def load_params(cfg: Config, run_dir: str, step: int) -> dict:
         for name, p in partition.flatten(table).items()
     }
     arrays = partition.load_arrays(partition.Checkpoints(run_dir).path(step), abstract)
-    return unflatten_dict(arrays, sep="/")["params"]
+    structure = jax.tree.structure(table, is_leaf=partition.is_param)
+    return jax.tree.unflatten(structure, arrays.values())
 
 
 # ---- answer files ----------------------------------------------------------------------

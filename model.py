@@ -196,19 +196,24 @@ def relative_bucket(
     return offset + np.where(distance < exact, distance, logarithmic)
 
 
+def relative_biases(stack: dict, w: dict, cfg: ModelConfig) -> Array:
+    """Return the biases [H, R] of a layer: its own in UMT5, else those of its stack."""
+    return (w if cfg.layer_biases else stack)["relative_bias"]
+
+
 def position_bias(
-    table: Array, queries: int, keys: int, bidirectional: bool, cfg: ModelConfig
+    biases: Array, queries: int, keys: int, bidirectional: bool, cfg: ModelConfig
 ) -> Array:
     """Return the bias [H, Q, K] that is added to the attention scores.
 
-    table [H, R]: the learned bias of each head and bucket. The lookup is a matmul with
+    biases [H, R]: the learned bias of each head and bucket. The lookup is a matmul with
     one-hot vectors, because the gradient of a matmul is fast. Each layer computes the
-    bias again, so that the devices sum only the gradient of the small table.
+    bias again, so that the devices sum only the gradient of the few biases.
     """
     distance = np.arange(keys) - np.arange(queries)[:, None]
     bucket = relative_bucket(distance, bidirectional, cfg)
     one_hot = jax.nn.one_hot(bucket, cfg.relative_buckets, axis=0, dtype=jnp.float32)
-    return jnp.einsum("hr,rqk->hqk", table.astype(jnp.float32), one_hot)
+    return jnp.einsum("hr,rqk->hqk", biases.astype(jnp.float32), one_hot)
 
 
 def attention_mask(
@@ -256,26 +261,26 @@ def chosen_forms(cfg: ModelConfig) -> dict[str, str]:
 
 
 def attend_on_mesh(
-    q, k, v, mask, cfg: ModelConfig, table=None, bidirectional: bool = False
+    q, k, v, mask, cfg: ModelConfig, biases=None, bidirectional: bool = False
 ) -> Array:
     """Let each device attend for its own rows and heads, without communication.
 
-    table [H, R]: the relative biases, or None in cross-attention.
+    biases [H, R]: the relative biases, or None in cross-attention.
     """
     attend = dot_product_attention
     if chosen_forms(cfg)["attention"] == "kernel":
         from extras.attention_kernel import attend  # the same result, faster
 
-    def local(q, k, v, mask, table):
+    def local(q, k, v, mask, biases):
         bias = None
-        if table is not None:
-            bias = position_bias(table, q.shape[2], k.shape[2], bidirectional, cfg)
+        if biases is not None:
+            bias = position_bias(biases, q.shape[2], k.shape[2], bidirectional, cfg)
         return attend(q, k, v, mask, bias)
 
     heads = spec(("batch", "heads"))
     in_specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
     sharded = jax.shard_map(local, in_specs=in_specs, out_specs=heads, check_vma=False)
-    return sharded(q, k, v, mask, table)
+    return sharded(q, k, v, mask, biases)
 
 
 def split_heads(x: Array, cfg: ModelConfig) -> Array:
@@ -292,20 +297,19 @@ def keys_values(w: dict, x: Array, cfg: ModelConfig) -> tuple[Array, Array]:
 def attention(
     w: dict,
     x: Array,
-    source: Array | None,
+    kv: tuple[Array, Array],
     attend: Callable,
     cfg: ModelConfig,
     rng: Array | None = None,
 ) -> Array:
     """Compute multi-head attention. x [B, Q, D] are normalized activations.
 
-    source [B, K, D]: what keys and values are computed of: x, or in cross-attention the
-    output of the encoder. With None, `attend` gets no keys and values, and has its own.
+    kv: the result of `keys_values` for x, or in cross-attention for the encoder's output.
     attend: a function (q, k, v) such as `attend_on_mesh` with its other arguments.
     """
     rng_probabilities, rng_out = split_rng(rng, 2)
     q = split_heads(dense(x, w["query"]), cfg)
-    k, v = (None, None) if source is None else keys_values(w, source, cfg)
+    k, v = kv
     # T5 drops a key for all queries of a head at once. Setting the value of this key to
     # zero has the same effect as dropping the probability, and needs a smaller mask.
     v = dropout(v, cfg.dropout, rng_probabilities, axis=3)
@@ -392,13 +396,13 @@ def encode(
 
     def layer(w, x, rng):
         rng_self, rng_mlp = split_rng(rng, 2)
-        # UMT5 has a table in each layer. It hides that of the stack.
-        table = (params["encoder"] | w["attention"])["relative_bias"]
+        biases = relative_biases(params["encoder"], w["attention"], cfg)
         attend = functools.partial(
-            attend_on_mesh, mask=mask, cfg=cfg, table=table, bidirectional=True
+            attend_on_mesh, mask=mask, cfg=cfg, biases=biases, bidirectional=True
         )
         normalized = rms_norm(x, w["attention"]["norm"])
-        x += attention(w["attention"], normalized, normalized, attend, cfg, rng_self)
+        kv = keys_values(w["attention"], normalized, cfg)
+        x += attention(w["attention"], normalized, kv, attend, cfg, rng_self)
         return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, rng_mlp)
 
     x = embed(params, inputs, cfg, rng_embed)
@@ -409,7 +413,7 @@ def encode(
 def decoder_layer(
     w: dict,
     x: Array,
-    encoded: Array | None,
+    cross_kv: tuple[Array, Array],
     attend: Callable,
     cross_attend: Callable,
     cfg: ModelConfig,
@@ -417,14 +421,16 @@ def decoder_layer(
 ) -> Array:
     """Apply self-attention, cross-attention and MLP. Returns the activations [B, T, D].
 
-    encoded: the output of the encoder, or None if cross_attend has its own keys.
+    cross_kv: keys and values of the encoder's output. attend, cross_attend: as in
+    `attention`. In infer.py, they also see the keys and values of earlier tokens.
     """
     rng_self, rng_cross, rng_mlp = split_rng(rng, 3)
     w_self, w_cross = w["self_attention"], w["cross_attention"]
     normalized = rms_norm(x, w_self["norm"])
-    x += attention(w_self, normalized, normalized, attend, cfg, rng_self)
+    kv = keys_values(w_self, normalized, cfg)
+    x += attention(w_self, normalized, kv, attend, cfg, rng_self)
     normalized = rms_norm(x, w_cross["norm"])
-    x += attention(w_cross, normalized, encoded, cross_attend, cfg, rng_cross)
+    x += attention(w_cross, normalized, cross_kv, cross_attend, cfg, rng_cross)
     return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, rng_mlp)
 
 
@@ -441,13 +447,19 @@ def decode(params: dict, batch, encoded: Array, cfg: ModelConfig, rng=None) -> A
     cross_attend = functools.partial(attend_on_mesh, mask=cross_mask, cfg=cfg)
 
     def layer(w, x, rng):
-        table = (params["decoder"] | w["self_attention"])["relative_bias"]
-        attend = functools.partial(attend_on_mesh, mask=mask, cfg=cfg, table=table)
-        return decoder_layer(w, x, encoded, attend, cross_attend, cfg, rng)
+        biases = relative_biases(params["decoder"], w["self_attention"], cfg)
+        attend = functools.partial(attend_on_mesh, mask=mask, cfg=cfg, biases=biases)
+        cross_kv = keys_values(w["cross_attention"], encoded, cfg)
+        return decoder_layer(w, x, cross_kv, attend, cross_attend, cfg, rng)
 
     x = embed(params, batch.decoder_inputs, cfg, rng_embed)
     x = run_layers(layer, x, "decoder", params, cfg, rng_layers)
-    return dropout(rms_norm(x, params["decoder"]["norm"]), cfg.dropout, rng_end)
+    return end_decoder(params, x, cfg, rng_end)
+
+
+def end_decoder(params: dict, x: Array, cfg: ModelConfig, rng=None) -> Array:
+    """Normalize the activations [B, T, D] after the last layer of the decoder."""
+    return dropout(rms_norm(x, params["decoder"]["norm"]), cfg.dropout, rng)
 
 
 def compute_logits(params: dict, x: Array, cfg: ModelConfig) -> Array:

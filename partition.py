@@ -64,19 +64,22 @@ def set_mesh(cfg: Config, devices: list | None = None) -> Mesh:
     Raises UserError if a dimension of the weights cannot be split evenly.
     """
     devices = jax.devices() if devices is None else devices
-    model, data = cfg.mesh.model, len(devices) // cfg.mesh.model
+    model_size = cfg.mesh.model
+    data_size = len(devices) // model_size
     for name, size, parts in (
-        ("the number of devices", len(devices), model),
-        ("--model.num_heads", cfg.model.num_heads, model),
-        ("--model.d_ff", cfg.model.d_ff, model),
-        ("--model.vocab_size", cfg.model.vocab_size, model),
-        ("--model.d_model", cfg.model.d_model, data if cfg.mesh.fsdp else 1),
+        ("the number of devices", len(devices), model_size),
+        ("--model.num_heads", cfg.model.num_heads, model_size),
+        ("--model.d_ff", cfg.model.d_ff, model_size),
+        ("--model.vocab_size", cfg.model.vocab_size, model_size),
+        ("--model.d_model", cfg.model.d_model, data_size if cfg.mesh.fsdp else 1),
     ):
         if size % parts:
             raise UserError(f"{name} ({size}) cannot be split into {parts} equal parts.")
     # With Auto axes, the compiler follows the constraints that `shard` sets.
     types = AxisType.Auto, AxisType.Auto
-    mesh = jax.make_mesh((data, model), ("data", "model"), types, devices=devices)
+    mesh = jax.make_mesh(
+        (data_size, model_size), ("data", "model"), types, devices=devices
+    )
     jax.set_mesh(mesh)
     return mesh
 

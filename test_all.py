@@ -147,10 +147,12 @@ def unflatten(arrays):
     return flax.traverse_util.unflatten_dict(arrays, sep="/")["params"]
 
 
-def start(*args, cwd=HERE, devices=1):
+def start(*args, cwd=HERE, devices=1, optimized=False):
     """Start a script, and return its process."""
     args = [sys.executable, *map(str, args)]
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS") if optimized else ():
+        env.pop(name, None)
     pipe = subprocess.PIPE
     return subprocess.Popen(
         args, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
@@ -210,7 +212,7 @@ def compiled(tmp_path_factory):
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-# ---- lessons: model, data, train, infer, partition, evaluate, convert ------------------
+# ---- lessons: model, data, train, infer, partition, evaluate ---------------------------
 
 
 def make_packed(cfg=SMALL, seed=0):
@@ -234,7 +236,7 @@ def loss_and_gradients(params, batch, cfg):
     return jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch, cfg)
 
 
-def test_lesson_rms_norm_divides_by_the_root_mean_square():
+def test_lesson_model_rms_norm_divides_by_the_root_mean_square():
     # The root mean square of [3, 4] is sqrt((9 + 16) / 2). A longer vector gives the same.
     x, scale = jnp.array([[3.0, 4.0], [300.0, 400.0]]), jnp.array([1.0, 10.0])
     expected = [3 / 12.5**0.5, 10 * 4 / 12.5**0.5]
@@ -245,7 +247,7 @@ def test_lesson_rms_norm_divides_by_the_root_mean_square():
     assert_allclose(model.rms_norm(x, jnp.ones(2)), expected, rtol=1e-6)
 
 
-def test_lesson_near_positions_have_buckets_of_their_own():
+def test_lesson_model_near_positions_have_buckets_of_their_own():
     # A row is a query, and a column is a key. Half of the 8 buckets hold one distance each.
     # The encoder uses buckets 5 to 7 for later keys. In the decoder they are masked.
     cfg = ModelConfig(relative_buckets=8, relative_max_distance=16)
@@ -275,7 +277,7 @@ def make_attention(seed=0, queries=5, keys=7):
 
 
 @pytest.mark.parametrize("bidirectional", [True, False])
-def test_lesson_attention_is_a_weighted_mean_of_the_values(bidirectional):
+def test_lesson_model_attention_is_a_weighted_mean_of_the_values(bidirectional):
     # softmax(q k^T + bias) v, without a division by sqrt(d_kv)
     q, k, v, table, mask = make_attention()
     distance = np.arange(7) - np.arange(5)[:, None]
@@ -290,7 +292,7 @@ def test_lesson_attention_is_a_weighted_mean_of_the_values(bidirectional):
         assert_allclose(found[b, h], expected, rtol=1e-4, atol=1e-6)
 
 
-def test_lesson_the_decoder_is_causal():
+def test_lesson_model_the_decoder_is_causal():
     params, batch = make_params(SMALL), make_batch(SMALL, [(5, 9)])
     logits = forward(params, batch, SMALL.model)[0]
     for t in range(9):
@@ -303,7 +305,7 @@ def test_lesson_the_decoder_is_causal():
         assert_array_equal(difference > 1e-5, np.arange(9) > t)
 
 
-def test_lesson_a_packed_row_equals_separate_rows():
+def test_lesson_model_a_packed_row_equals_separate_rows():
     params, packed = make_params(SMALL), make_packed()
     together = forward(params, packed, SMALL.model)
     inputs, targets = [], []
@@ -320,7 +322,7 @@ def test_lesson_a_packed_row_equals_separate_rows():
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
-def test_lesson_stacked_layers_equal_a_loop(remat):
+def test_lesson_model_stacked_layers_equal_a_loop(remat):
     # Layer i uses element i of each stacked weight. Recomputing changes no gradient.
     cfg = change(model=dict(remat=remat)).model
     params = make_params(SMALL)
@@ -343,7 +345,7 @@ def test_lesson_stacked_layers_equal_a_loop(remat):
     assert_close(found, expected)
 
 
-def test_lesson_the_loss_of_two_tokens_by_hand():
+def test_lesson_model_the_loss_of_two_tokens_by_hand():
     # The first logits are log 1, log 2 and log 5, so Z is 8, and target 2 has the
     # probability 5/8. The third token is padding.
     logits = jnp.log(jnp.array([[[1.0, 2.0, 5.0], [2.0, 1.0, 1.0], [9.0, 1.0, 1.0]]]))
@@ -392,7 +394,7 @@ def corrupt_slowly(tokens, bits, sentinel, cfg):
     "length, density, mean",
     [(568, 0.15, 3), (34, 0.15, 3), (2, 0.15, 3), (7, 0.15, 3), (300, 0.5, 1.5)],
 )
-def test_lesson_span_corruption_moves_random_spans_to_the_targets(length, density, mean):
+def test_lesson_data_span_corruption_moves_random_spans(length, density, mean):
     """A sentinel replaces each span in the inputs, and begins it in the targets."""
     cfg = DataConfig(noise_density=density, mean_span_length=mean)
     tokens = np.random.default_rng(0).integers(3, 32000, (20, length))
@@ -409,7 +411,7 @@ def test_lesson_span_corruption_moves_random_spans_to_the_targets(length, densit
     assert_equal(fast, [np.array(side) for side in zip(*slow)])
 
 
-def test_lesson_packed_examples_have_segments():
+def test_lesson_data_packed_examples_have_segments():
     """Segments keep the examples of a row apart, and decoder inputs begin with PAD."""
     pairs = [([5, 9, 1], [7, 1]), ([4, 1], [8, 6, 1])]
     pairs = [tuple(map(np.array, pair)) for pair in pairs]
@@ -445,12 +447,25 @@ def pack_slowly(sizes, limits):
 
 @pytest.mark.parametrize("limits", [(32, 16), (64, 64), (8, 128)])
 @pytest.mark.parametrize("share", [1, 2, 4])
-def test_lesson_packing_equals_a_slow_version(limits, share):
+def test_lesson_data_packing_equals_a_slow_version(limits, share):
     rng = np.random.default_rng(limits[0])
     for n in (1, 2, 25, 120):
         sizes = [rng.integers(0, limit // share + 1, n) for limit in limits]
         sizes = np.stack(sizes, axis=1)
         assert data.pack(sizes, limits).tolist() == pack_slowly(sizes.tolist(), limits)
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"jsonl:{path}"
+
+
+def write_pairs(path, count, first=0):
+    """Write pairs of which no two have equal inputs."""
+    rng = np.random.default_rng(first)
+    texts = [f"{first + i}" + "x" * rng.integers(1, 20) for i in range(count)]
+    rows = [{"inputs": x, "targets": "y" * (i % 9)} for i, x in enumerate(texts)]
+    return write_jsonl(path, rows)
 
 
 @pytest.fixture
@@ -475,7 +490,7 @@ def examples_of(batch):
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("window", [1 << 15, 1 << 9])
 @pytest.mark.parametrize("task", ["a", "abc"])
-def test_lesson_each_example_is_used_once_in_each_epoch(
+def test_lesson_data_each_example_is_used_once_in_each_epoch(
     task, window, pack, mixture, monkeypatch
 ):
     """No example is used a second time before all others of its task, packed or not."""
@@ -494,7 +509,7 @@ def test_lesson_each_example_is_used_once_in_each_epoch(
 
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("task", ["a", "abc", "span_corruption", "prefix_lm", "by_rule"])
-def test_lesson_a_restart_continues_with_the_same_batches(
+def test_lesson_data_a_restart_continues_with_the_same_batches(
     task, pack, mixture, tmp_path, monkeypatch
 ):
     """The state of the data is a few integers for each task, which a checkpoint holds."""
@@ -746,7 +761,7 @@ def test_lesson_partition_eight_devices_equal_one(mesh, network):
     assert_close(trained_of_8, trained, 2e-5)
 
 
-def test_lesson_the_unigram_loss_is_that_of_counting_tokens():
+def test_lesson_evaluate_the_unigram_loss_is_that_of_counting_tokens():
     """Each content token of the targets is predicted by its share of all other tokens."""
     batch = data.pad_batch([[5, 5, 6, 1]], [[358, 5, 7, 1]], 6, 6)
     losses = [-math.log((3 - 1 + 1) / (4 + 359)), -math.log((1 - 1 + 1) / (4 + 359))]
@@ -768,37 +783,6 @@ def test_lesson_evaluate_the_most_probable_choice_is_the_answer():
     assert evaluate.rank_classification(choices, scores) == {"accuracy": 50.0}
     normalized = evaluate.rank_classification(choices, scores, normalize=True)
     assert normalized == {"accuracy": 100.0}
-
-
-def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
-    """T5X stores a matrix as [inputs, outputs], PyTorch as [outputs, inputs].
-
-    Both have one array for each layer, and plain T5 stacks them. A square matrix would fit
-    without the transpose, but the model would compute nonsense.
-    """
-    theirs = hf_state(SMALL.model)
-    params = params_of(write_model(tmp_path / "hf", SMALL.model, theirs))
-    name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
-    assert theirs[name].shape == (40, 48)  # d_model, d_ff
-    assert_array_equal(params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T)
-    t5x, hugging_face = convert.names("decoder/layers/mlp/down", layer=2)
-    assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
-
-
-def test_lesson_convert_a_tied_model_scales_its_logits():
-    """T5 1.0 multiplies the output of the decoder by d_model^-0.5, T5 1.1 does not.
-
-    If Hugging Face has another mixture, the factor becomes a part of the output layer.
-    """
-    embed, head = np.ones((7, 4), np.float32), np.full((7, 4), 8, np.float32)
-
-    def convert_head(head, **config):
-        arrays = {"decoder.block.0": embed, "shared.weight": embed, HEAD: head}
-        return convert.one_embedding(arrays, config, "model").get("lm_head.weight")
-
-    assert convert_head(embed, tie_word_embeddings=True) is None
-    assert convert_head(head, tie_word_embeddings=False)[0, 0] == 8
-    assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
 
 
 # ---- configs ---------------------------------------------------------------------------
@@ -835,15 +819,15 @@ def test_config_json_holds_every_setting_that_is_not_of_the_machine(name, tmp_pa
     assert facts == {"vocabulary": "abc", "init_from": ""}
 
 
-@pytest.mark.parametrize("change", ["unknown", "missing"])
-def test_a_run_of_another_version_is_refused_by_the_name_of_the_field(change, tmp_path):
+@pytest.mark.parametrize("kind", ["unknown", "missing"])
+def test_a_run_of_another_version_is_refused_by_the_name_of_the_field(kind, tmp_path):
     configs.save_run(SMALL, tmp_path)
     path = tmp_path / "config.json"
     stored = json.loads(path.read_text())
     section = stored["settings"]["train"]
-    section.update(ema=0.9) if change == "unknown" else section.pop("seed")
+    section.update(ema=0.9) if kind == "unknown" else section.pop("seed")
     path.write_text(json.dumps(stored))
-    with pytest.raises(UserError, match="ema" if change == "unknown" else "seed"):
+    with pytest.raises(UserError, match="ema" if kind == "unknown" else "seed"):
         configs.load_run(tmp_path)
 
 
@@ -1069,25 +1053,10 @@ def test_segments_come_from_lengths():
 # ---- data: batches ---------------------------------------------------------------------
 
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"jsonl:{path}"
-
-
-def write_pairs(path, count, first=0):
-    """Write pairs of which no two have equal inputs."""
-    rng = np.random.default_rng(first)
-    texts = [f"{first + i}" + "x" * rng.integers(1, 20) for i in range(count)]
-    rows = [{"inputs": x, "targets": "y" * (i % 9)} for i, x in enumerate(texts)]
-    return write_jsonl(path, rows)
-
-
 def test_a_batch_is_a_part_of_an_order_of_rows(mixture):
     """So batches of another size, on any number of devices, hold the same rows."""
-    small, large = (
-        data.Batches(change(mixture, train=dict(batch_size=n)), TOKENIZER)
-        for n in (3, 12)
-    )
+    both = [change(mixture, train=dict(batch_size=n)) for n in (3, 12)]
+    small, large = (data.Batches(cfg, TOKENIZER) for cfg in both)
     rows = data.Batch(*map(np.concatenate, zip(*itertools.islice(small, 4))))
     assert_equal(rows, next(large))
 
@@ -2995,7 +2964,8 @@ def train_processes(*args, folders=(HERE, HERE)):
         address = f"localhost:{free.getsockname()[1]}"
     flags = "--distributed.coordinator", address, "--distributed.processes", 2
     args = HERE / SLOW_RUN[0], *SLOW_RUN[1:], *args, *flags, "--distributed.process"
-    return [start(*args, i, cwd=folder) for i, folder in enumerate(folders)]
+    options = dict(optimized=True)
+    return [start(*args, i, cwd=folder, **options) for i, folder in enumerate(folders)]
 
 
 @pytest.fixture(scope="session")
@@ -3003,7 +2973,8 @@ def straight_runs(tmp_path_factory):
     """Runs without a kill on one and on two devices."""
     folder = tmp_path_factory.mktemp("straight")
     for devices in (1, 2):
-        command(*SLOW_RUN, "--run_dir", folder / str(devices), devices=devices)
+        options = dict(devices=devices, optimized=True)
+        command(*SLOW_RUN, "--run_dir", folder / str(devices), **options)
     return folder
 
 
@@ -3020,7 +2991,7 @@ def assert_same_runs(a, b):
 def test_a_killed_run_ends_like_an_uninterrupted_run(
     straight_runs, tmp_path, number, step
 ):
-    process = start(*SLOW_RUN, "--run_dir", tmp_path)
+    process = start(*SLOW_RUN, "--run_dir", tmp_path, optimized=True)
     wait_for_step(tmp_path, step, [process])
     process.send_signal(number)
     process.communicate()
@@ -3028,7 +2999,7 @@ def test_a_killed_run_ends_like_an_uninterrupted_run(
     assert process.returncode == (0 if saves else -number)
     if saves:
         assert partition.Checkpoints(tmp_path).steps()[-1] >= step
-    command(*SLOW_RUN, "--run_dir", tmp_path)
+    command(*SLOW_RUN, "--run_dir", tmp_path, optimized=True)
     assert_same_runs(tmp_path, straight_runs / "1")
 
 
@@ -3046,7 +3017,7 @@ def test_two_processes_are_resumed_as_one(straight_runs, tmp_path, number):
         assert partition.Checkpoints(tmp_path).steps()[-1] >= 15
     (last,) = partition.Checkpoints(tmp_path).steps()[-1:]
     assert len(shard_bytes(tmp_path, last)) == 3  # with the file `complete`
-    command(*SLOW_RUN, "--run_dir", tmp_path, devices=2)
+    command(*SLOW_RUN, "--run_dir", tmp_path, devices=2, optimized=True)
     assert_same_runs(tmp_path, straight_runs / "2")
 
 
@@ -3441,6 +3412,37 @@ def test_a_new_folder_appears_only_when_it_is_complete(tmp_path, monkeypatch):
     convert.convert(tmp_path / "run", tmp_path / "half", to="hf", dtype="bfloat16")
     found = params_of(tmp_path / "half")["embed"]
     assert_array_equal(found, state["shared.weight"].astype(jnp.bfloat16))
+
+
+def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
+    """T5X stores a matrix as [inputs, outputs], PyTorch as [outputs, inputs].
+
+    Both have one array for each layer, and plain T5 stacks them. A square matrix would fit
+    without the transpose, but the model would compute nonsense.
+    """
+    theirs = hf_state(SMALL.model)
+    params = params_of(write_model(tmp_path / "hf", SMALL.model, theirs))
+    name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
+    assert theirs[name].shape == (40, 48)  # d_model, d_ff
+    assert_array_equal(params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T)
+    t5x, hugging_face = convert.names("decoder/layers/mlp/down", layer=2)
+    assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
+
+
+def test_lesson_convert_a_tied_model_scales_its_logits():
+    """T5 1.0 multiplies the output of the decoder by d_model^-0.5, T5 1.1 does not.
+
+    If Hugging Face has another mixture, the factor becomes a part of the output layer.
+    """
+    embed, head = np.ones((7, 4), np.float32), np.full((7, 4), 8, np.float32)
+
+    def convert_head(head, **config):
+        arrays = {"decoder.block.0": embed, "shared.weight": embed, HEAD: head}
+        return convert.one_embedding(arrays, config, "model").get("lm_head.weight")
+
+    assert convert_head(embed, tie_word_embeddings=True) is None
+    assert convert_head(head, tie_word_embeddings=False)[0, 0] == 8
+    assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
 
 
 # ---- convert: T5X and Mesh TensorFlow --------------------------------------------------

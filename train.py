@@ -457,15 +457,15 @@ class Evaluations:
 
     def measure_loss(self, name: str, step: int, params: dict) -> dict[str, float]:
         """Compute the losses of held-out batches, and show one example."""
-        run, batches = (params, self.cfg, self.mesh), self.held_out[name]
-        tqdm.write(evaluate.held_out_example(*run, batches[0], self.tokenizer))
-        return evaluate.evaluate_loss(*run, batches, self.tokenizer)
+        args, batches = (params, self.cfg, self.mesh), self.held_out[name]
+        tqdm.write(evaluate.held_out_example(*args, batches[0], self.tokenizer))
+        return evaluate.evaluate_loss(*args, batches, self.tokenizer)
 
     def measure_outputs(self, name: str, step: int, params: dict) -> dict[str, float]:
         """Compute metrics of generated outputs, and write the outputs to RUN_DIR/eval."""
-        run, t = (params, self.cfg, self.mesh), self.cfg.train
+        args, t = (params, self.cfg, self.mesh, name), self.cfg.train
         limit = t.eval_batches * t.batch_size or None
-        metrics, lines = evaluate.predict(*run, name, "validation", self.tokenizer, limit)
+        metrics, lines = evaluate.predict(*args, "validation", self.tokenizer, limit)
         if partition.is_main_process():
             evaluate.write_lines(self.log.run_dir / "eval", name, step, lines)
         return metrics

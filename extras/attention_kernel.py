@@ -88,9 +88,10 @@ def forward_kernel(C, mask_ref, bias_ref, q_ref, k_ref, v_ref, out_ref, log_z_re
 def backward_kernel(C, *refs):
     """Compute the gradients of a block.
 
-    Let p be the probabilities of the softmax, exp(scores - log_z). For a query that may attend
-    to no key they are wrong, but such a query is padding, for which d_out is 0. Their gradient is d_p = d_out v^T, and that
-    of the scores is p * (d_p - row_sum), where row_sum is the sum of d_out * out.
+    Let p = exp(scores - log_z) be the probabilities of the softmax. Their gradient is
+    d_p = d_out v^T, and that of the scores is p * (d_p - row_sum), where row_sum is the
+    sum of d_out * out. A query that may attend to no key is padding: its p are wrong, but
+    its d_out is 0.
     """
     mask_ref, bias_ref, q_ref, k_ref, v_ref, out_ref, log_z_ref, d_out_ref = refs[:8]
     d_q_ref, d_k_ref, d_v_ref, *d_bias_ref = refs[8:]
