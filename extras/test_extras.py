@@ -84,7 +84,21 @@ def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
     assert_close(loss_and_gradients(place(params, fast), batch, fast), expected)
 
 
+def test_auto_chooses_the_faster_forms(monkeypatch):
+    large = replace(SMALL.model, vocab_size=250_112)  # that of mT5
+    assert model.chosen_forms(SMALL.model) == {"attention": "xla", "loss": "xla"}
+    assert model.chosen_forms(large) == {"attention": "xla", "loss": "chunked"}
+    monkeypatch.setattr(partition, "platform", lambda: "tpu")
+    assert model.chosen_forms(SMALL.model) == {"attention": "kernel", "loss": "chunked"}
+
+
 # ---- t5_tasks --------------------------------------------------------------------------
+
+
+def test_a_command_finds_the_tasks_of_extras_by_their_names():
+    """In this process they are loaded already."""
+    flags = "--data.task by_rule --data.vocab bytes --model.vocab_size 384 --show 1"
+    assert "inputs" in command("data.py", *flags.split())
 
 
 # metric, targets, predictions, the result of t5 0.9.4
