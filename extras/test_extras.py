@@ -534,6 +534,7 @@ def test_tfds_datasets_of_both_formats_are_equal_and_need_no_tensorflow(tmp_path
 
 def test_datasets_of_the_hub_keep_dates_and_lack_splits(tmp_path):
     """A folder stands for a dataset of the hub. Dates and "007" stay texts."""
+    pytest.importorskip("datasets")
     rows = [{"inputs": "2024-01-02", "targets": "007"}] * 3
     write_jsonl(tmp_path / "train.jsonl", rows)
     cfg = change(BYTES, data=dict(source=f"hf:{tmp_path}"))
@@ -717,8 +718,7 @@ def test_bytes_have_the_ids_of_byt5(extra_ids, text, ids):
 
 
 def test_a_tokenizer_json_is_read_by_its_own_library(tmp_path):
-    import tokenizers
-
+    tokenizers = pytest.importorskip("tokenizers")
     words = ["<pad>", "</s>", "<unk>", "▁a", "▁b", "<extra_id_1>", "<extra_id_0>"]
     library = tokenizers.Tokenizer(
         tokenizers.models.Unigram([(word, -1.0) for word in words], unk_id=2)
