@@ -95,9 +95,8 @@ def held_out_example(params, cfg: Config, mesh, batch: data.Batch, tokenizer) ->
     example = infer.Example(inputs, targets)
     outputs, _ = next(infer.run_examples(params, cfg, mesh, [example]))
     if tokenizer.sentinel in inputs:
-        texts = [
-            infer.fill_blanks(inputs, ids, tokenizer) for ids in ([], targets, outputs[0])
-        ]
+        sides = [], targets, outputs[0]
+        texts = [infer.fill_blanks(inputs, ids, tokenizer) for ids in sides]
     else:
         texts = [tokenizer.decode(ids) for ids in (inputs, targets, outputs[0])]
     labels = "inputs", "truth", "model"
@@ -386,13 +385,7 @@ def squad(targets, predictions):
     return {"em": percent(exact), "f1": percent(f1s)}
 
 
-METRICS |= {
-    "accuracy": accuracy,
-    "bleu": bleu,
-    "rouge": rouge,
-    "f1": f1,
-    "squad": squad,
-}
+METRICS |= {metric.__name__: metric for metric in (accuracy, bleu, rouge, f1, squad)}
 
 
 # ---- postprocessors, besides "label" and functions -------------------------------------

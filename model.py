@@ -490,8 +490,8 @@ def cross_entropy(
 ) -> tuple[Array, Array, Array]:
     """Return the losses of each target token, and whether the prediction is correct.
 
-    The losses are the cross entropy and the z-loss, z_loss * (log Z)^2, which keeps the
-    logits near zero. Label smoothing shares some probability of the target token equally
+    The losses are the cross entropy and, as in Mesh TensorFlow, the z-loss, which is
+    z_loss * (log Z)^2 and keeps the logits near zero. Label smoothing shares some probability of the target token equally
     among all others. Like T5X, the entropy of the smoothed target is subtracted.
 
     logits [B, T, V] float32, targets [B, T]. Returns three arrays [B, T].
