@@ -115,7 +115,7 @@ class TrainConfig:
     seed: int = 0  # of weights, order of examples, removed spans, dropout and sampling
 
     def __post_init__(self):
-        if self.batch_size % self.microbatches:
+        if self.microbatches and self.batch_size % self.microbatches:
             raise UserError("--train.microbatches does not divide --train.batch_size.")
 
 
@@ -265,17 +265,17 @@ def load_recipe(name: str) -> Config:
 
 # ---- the command line ------------------------------------------------------------------
 
-# The least and the greatest value of a number. All other numbers must be at least 0.
-RANGES = {
-    "model.dropout": (0, 0.999),
-    "data.noise_density": (0, 1),
-    "data.mean_span_length": (1, math.inf),
-    "train.warmup_steps": (1, math.inf),
-    "train.loss_divisor": (1, math.inf),
-    "train.label_smoothing": (0, 0.999),
-    "decode.batch_size": (1, math.inf),
-    "decode.max_len": (1, math.inf),
-    "decode.top_p": (0, 1),
+# All numbers must be at least 0, these at least 1, and those in AT_MOST not larger.
+AT_LEAST_1 = (
+    "data.mean_span_length data.inputs_length data.targets_length train.batch_size "
+    "train.microbatches train.warmup_steps train.steps_per_decay train.steps_per_cycle "
+    "train.loss_divisor decode.batch_size decode.num_return decode.max_len mesh.model"
+).split()
+AT_MOST = {
+    "model.dropout": 0.999,
+    "data.noise_density": 0.99,
+    "train.label_smoothing": 0.999,
+    "decode.top_p": 1,
 }
 
 
@@ -320,7 +320,7 @@ def change_settings(options: Options, argv: list[str] | None) -> Options:
         description=sys.modules[type(options).__module__].__doc__,
     )
     for name, value in flat(changed.cfg).items():
-        low, high = RANGES.get(name, (0, value))
+        low, high = int(name in AT_LEAST_1), AT_MOST.get(name, math.inf)
         if isinstance(value, int | float) and not low <= value <= high:
             raise UserError(f"--{name} {value} is out of range.")
     return changed

@@ -80,8 +80,9 @@ class Tokenizer:
         in_order = {k: ids.get(0, 0) - k for k in range(len(ids))}
         if pieces[:3] != ["<pad>", "</s>", "<unk>"] or ids != in_order:
             raise UserError(
-                f"T5's vocabulary begins with <pad>, </s> and <unk>, not {pieces[:3]}, "
-                f"and has the sentinels ..., <extra_id_1>, <extra_id_0> in this order."
+                f"T5's vocabulary begins with <pad>, </s>, <unk>, and has the sentinels "
+                f"..., <extra_id_1>, <extra_id_0> in this order. This one begins with "
+                f"{pieces[:3]}, and has the sentinels {dict(sorted(ids.items())[:3])}."
             )
 
     @property
@@ -334,8 +335,8 @@ def with_eos(ids, side: str, task: Task, settings: DataConfig) -> np.ndarray:
 def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     """Return a row for each example, whose sizes [N, 2] are its inputs and its targets.
 
-    The longest example begins. It gets the open row with space whose free shares of both
-    sides then differ least, or a new row.
+    From the longest example to the shortest, each gets the open row with space whose free
+    shares of both sides then differ least, or a new row.
     """
     share = sizes / np.array(limits)
     row = np.zeros(len(sizes), int)
@@ -387,7 +388,7 @@ def pad_batch(inputs: list, targets: list, *limits: int) -> Batch:
 
 # ---- batches ---------------------------------------------------------------------------
 # source -> windows -> PART examples at once -> PACKED rows -> batches. The examples of a
-# window and the rows are shuffled. A checkpoint has a Place of each task, and the next row.
+# window and the rows are shuffled. A checkpoint has the Place of each task, and a row.
 
 ORDER, NOISE, ROWS = range(3)  # uses of random bits: no two uses have equal keys
 FIRST_WINDOW = 1 << 20  # characters, few for a fast start; in mixtures even fewer
@@ -841,7 +842,7 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
         return task, files
     if split not in ("train", "validation"):
         return task, []
-    configs.note(f"data     {task.source}: 5 % of a file's first 20,000 are held out")
+    configs.note(f"data     5 % of the first 20,000 examples are held out: {task.source}")
     held = [partial(hold_out, f.read, number, split) for number, f in enumerate(files)]
     return task, [file._replace(read=read) for file, read in zip(files, held)]
 

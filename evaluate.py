@@ -39,9 +39,10 @@ from configs import METRICS, Config, UserError
 def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> dict:
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
     x = model.decoder_output(params, batch, cfg.model)
-    real = batch.target_segments > 0
-    _, sums = model.loss_sums(params, x, batch.targets, real, cfg)
-    _, content = model.loss_sums(params, x, batch.targets, is_content, cfg)
+    real = (batch.target_segments > 0).astype("float32")
+    _, sums = model.target_sums(params, x, batch.targets, real, cfg)
+    content_weight = is_content.astype("float32")
+    _, content = model.target_sums(params, x, batch.targets, content_weight, cfg)
     sums["content_loss"] = content["cross_ent_loss"]
     sums["content_tokens"] = content["tokens"]
     return sums
@@ -218,9 +219,9 @@ def answer_choices(name: str, task: data.Task, number: int, row: dict) -> list[d
     target, *simple = [str(x).strip().casefold() for x in (row["targets"], *texts)]
     if target not in simple or len(set(simple)) < len(simple):
         raise UserError(
-            f"Example {number + 1} of {name}: the target {row['targets']!r} must be one of "
-            f"its choices, and these must differ. The field answer_choices or those of the "
-            f"task are {texts}."
+            f"Example {number + 1} of {name}: the target {row['targets']!r} must be one "
+            f"of its choices, and these must differ. The field answer_choices or those of "
+            f"the task are {texts}."
         )
     choices = []
     for i, text in enumerate(texts):
@@ -422,8 +423,9 @@ def read_metrics(folders: list) -> dict[int, dict[str, float]]:
     table = collections.defaultdict(dict)
     for folder in folders:
         path = configs.to_path(folder) / "metrics.jsonl"
-        for line in path.read_text().splitlines() if path.exists() else []:
-            line = json.loads(line)
+        lines = path.read_text().splitlines() if path.exists() else []
+        # A killed run can leave an incomplete last line.
+        for line in (json.loads(line) for line in lines if line.endswith("}")):
             table[line.pop("step")].update(line)
     return dict(sorted(table.items()))
 

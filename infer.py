@@ -163,7 +163,7 @@ def take(array: Array, numbers: Array) -> Array:
 
 
 def sample(log_probs: Array, at, decode: DecodeConfig, numbers: Array, seed) -> Array:
-    """Draw an id for each output. The random key depends on the example, not on its batch."""
+    """Draw an id for each output. It depends on the example, but not on its batch."""
     logits = log_probs / max(decode.temperature or 1.0, 1e-4)
     logits = filter_logits(logits, decode.top_k, decode.top_p)
 

@@ -21,6 +21,7 @@ Comments and einsums use these letters for the shapes:
 """
 
 import functools
+import importlib.util
 import math
 from typing import Callable, Literal, NamedTuple
 
@@ -247,42 +248,6 @@ def dot_product_attention(
     return jnp.einsum("bhqk,bhkc->bhqc", weights.astype(v.dtype), v)
 
 
-def chosen_forms(cfg: ModelConfig) -> dict[str, str]:
-    """Return which attention and loss run: "xla" in this file, the others in extras/."""
-    on_tpu = partition.platform() == "tpu"
-    # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
-    saves = on_tpu or cfg.vocab_size > 1 << 16
-    automatic = {
-        "attention": "kernel" if on_tpu else "xla",
-        "loss": "chunked" if saves else "xla",
-    }
-    chosen = {"attention": cfg.attention, "loss": cfg.loss}
-    return {k: automatic[k] if form == "auto" else form for k, form in chosen.items()}
-
-
-def attend_on_mesh(
-    q, k, v, mask, cfg: ModelConfig, biases=None, bidirectional: bool = False
-) -> Array:
-    """Let each device attend for its own rows and heads, without communication.
-
-    biases [H, R]: the relative biases, or None in cross-attention.
-    """
-    attend = dot_product_attention
-    if chosen_forms(cfg)["attention"] == "kernel":
-        from extras.attention_kernel import attend  # the same result, faster
-
-    def local(q, k, v, mask, biases):
-        bias = None
-        if biases is not None:
-            bias = position_bias(biases, q.shape[2], k.shape[2], bidirectional, cfg)
-        return attend(q, k, v, mask, bias)
-
-    heads = spec(("batch", "heads"))
-    in_specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
-    sharded = jax.shard_map(local, in_specs=in_specs, out_specs=heads, check_vma=False)
-    return sharded(q, k, v, mask, biases)
-
-
 def split_heads(x: Array, cfg: ModelConfig) -> Array:
     """Split activations into heads: [B, K, A] becomes [B, H, K, C]."""
     x = shard(x, "batch", None, "heads")
@@ -337,51 +302,6 @@ def embed(params: dict, ids: Array, cfg: ModelConfig, rng: Array | None = None) 
     # Cast after the lookup: the gradient sums over the occurrences of a token in float32.
     x = params["embed"][ids].astype(compute_dtype(cfg))
     return dropout(shard(x, "batch", None, None), cfg.dropout, rng)
-
-
-# What the forward pass saves for the backward pass, which recomputes everything else. The
-# attention kernel gives its output the name "attended".
-REMAT = {
-    "none": policies.everything_saveable,
-    "dots": policies.save_from_both_policies(
-        policies.dots_with_no_batch_dims_saveable,
-        policies.save_only_these_names("attended"),
-    ),
-    "full": policies.save_only_these_names("attended"),
-}
-
-
-def gather_weights(table: dict, w: dict) -> dict:
-    """Gather the weights of one layer: `shard` asks for their splits without FSDP.
-
-    table: the Params of all layers, whose first axis is that of the layers.
-    """
-    return jax.tree.map(lambda p, w: shard(w, *p.axes[1:]), table, w, is_leaf=is_param)
-
-
-def run_layers(
-    layer: Callable, x: Array, stack: str, params: dict, cfg: ModelConfig, rng=None
-) -> Array:
-    """Apply all layers of the encoder or decoder to activations x [B, Q, D].
-
-    layer: a function (weights, x, rng) -> x. stack: "encoder" or "decoder".
-    """
-    table = param_table(cfg)[stack]["layers"]
-    # Cast before the loop, so that the all-gathers of FSDP move half as many bytes.
-    weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack]["layers"])
-    depth = len(jax.tree.leaves(weights)[0])
-    rngs = None if rng is None else jax.random.split(rng, depth)
-
-    def step(x, weights_and_rng):
-        w, rng = weights_and_rng
-        return layer(gather_weights(table, w), x, rng), None
-
-    # A loop copies the weights of each layer out of the stacked arrays. Unrolling it made
-    # a step of T5 small a quarter faster on a TPU, but the compilation takes longer.
-    unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 2048
-    # If the loop is unrolled, a barrier keeps XLA from saving what is recomputed.
-    step = jax.checkpoint(step, policy=REMAT[cfg.remat], prevent_cse=unroll)
-    return lax.scan(step, x, (weights, rngs), unroll=unroll)[0]
 
 
 def encode(
@@ -491,8 +411,9 @@ def cross_entropy(
     """Return the losses of each target token, and whether the prediction is correct.
 
     The losses are the cross entropy and, as in Mesh TensorFlow, the z-loss, which is
-    z_loss * (log Z)^2 and keeps the logits near zero. Label smoothing shares some probability of the target token equally
-    among all others. Like T5X, the entropy of the smoothed target is subtracted.
+    z_loss * (log Z)^2, and keeps the logits near zero. Label smoothing shares some
+    probability of the target token equally among all others. Like T5X, the entropy of the
+    smoothed target is subtracted.
 
     logits [B, T, V] float32, targets [B, T]. Returns three arrays [B, T].
     """
@@ -521,6 +442,19 @@ def loss_sums(
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 
 
+def target_sums(
+    params: dict, x: Array, targets: Array, weight: Array, cfg: Config
+) -> tuple[Array, dict]:
+    """Compute loss_sums, in chunks if --model.loss says so."""
+    name = "embed" if cfg.model.tied else "unembed"
+    output = {name: params[name]}
+    if chosen_forms(cfg.model)["loss"] == "chunked":
+        from extras import chunked_loss
+
+        return chunked_loss.chunked_sums(output, x, targets, weight, cfg)
+    return loss_sums(output, x, targets, weight, cfg)
+
+
 def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
     """Return the training loss of a batch, and a dict of sums over its target tokens.
 
@@ -528,14 +462,8 @@ def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
     To get a mean, the caller divides it by the number of tokens.
     """
     x = decoder_output(params, batch, cfg.model, rng)
-    name = "embed" if cfg.model.tied else "unembed"
     weight = (batch.target_segments > 0).astype(jnp.float32)  # leaves out padding
-    arguments = {name: params[name]}, x, batch.targets, weight, cfg
-    if chosen_forms(cfg.model)["loss"] == "chunked":
-        from extras import chunked_loss
-
-        return chunked_loss.chunked_sums(*arguments)
-    return loss_sums(*arguments)
+    return target_sums(params, x, batch.targets, weight, cfg)
 
 
 def mean_metrics(sums: dict) -> dict:
@@ -543,6 +471,94 @@ def mean_metrics(sums: dict) -> dict:
     tokens = jnp.maximum(sums["tokens"], 1)
     means = {name: x / tokens for name, x in sums.items() if name != "tokens"}
     return {"loss": means["cross_ent_loss"] + means["z_loss"], **means}
+
+
+# ---- devices and memory ----------------------------------------------------------------
+# This section changes where and how the model is computed, but not what.
+
+
+def chosen_forms(cfg: ModelConfig) -> dict[str, str]:
+    """Return which attention and loss run: "xla" in this file, the others in extras/."""
+    extras = importlib.util.find_spec("extras") is not None  # or somebody deleted it
+    on_tpu = partition.platform() == "tpu"
+    # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
+    saves = on_tpu or cfg.vocab_size > 1 << 16
+    automatic = {
+        "attention": "kernel" if extras and on_tpu else "xla",
+        "loss": "chunked" if extras and saves else "xla",
+    }
+    chosen = {"attention": cfg.attention, "loss": cfg.loss}
+    return {k: automatic[k] if form == "auto" else form for k, form in chosen.items()}
+
+
+def attend_on_mesh(
+    q, k, v, mask, cfg: ModelConfig, biases=None, bidirectional: bool = False
+) -> Array:
+    """Let each device attend for its own rows and heads, without communication.
+
+    biases [H, R]: the relative biases, or None in cross-attention.
+    """
+    attend = dot_product_attention
+    if chosen_forms(cfg)["attention"] == "kernel":
+        from extras import attention_kernel
+
+        attend = attention_kernel.attend  # the same result, faster
+
+    def local(q, k, v, mask, biases):
+        bias = None
+        if biases is not None:
+            bias = position_bias(biases, q.shape[2], k.shape[2], bidirectional, cfg)
+        return attend(q, k, v, mask, bias)
+
+    heads = spec(("batch", "heads"))
+    in_specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
+    sharded = jax.shard_map(local, in_specs=in_specs, out_specs=heads, check_vma=False)
+    return sharded(q, k, v, mask, biases)
+
+
+# What the forward pass saves for the backward pass, which recomputes everything else. The
+# attention kernel gives its output the name "attended".
+REMAT = {
+    "none": policies.everything_saveable,
+    "dots": policies.save_from_both_policies(
+        policies.dots_with_no_batch_dims_saveable,
+        policies.save_only_these_names("attended"),
+    ),
+    "full": policies.save_only_these_names("attended"),
+}
+
+
+def gather_weights(table: dict, w: dict) -> dict:
+    """Gather the weights of one layer: `shard` asks for their splits without FSDP.
+
+    table: the Params of all layers, whose first axis is that of the layers.
+    """
+    return jax.tree.map(lambda p, w: shard(w, *p.axes[1:]), table, w, is_leaf=is_param)
+
+
+def run_layers(
+    layer: Callable, x: Array, stack: str, params: dict, cfg: ModelConfig, rng=None
+) -> Array:
+    """Apply all layers of the encoder or decoder to activations x [B, Q, D].
+
+    layer: a function (weights, x, rng) -> x. stack: "encoder" or "decoder".
+    """
+    table = param_table(cfg)[stack]["layers"]
+    # Cast before the loop, so that the all-gathers of FSDP move half as many bytes.
+    weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack]["layers"])
+    depth = len(jax.tree.leaves(weights)[0])
+    rngs = None if rng is None else jax.random.split(rng, depth)
+
+    def step(x, weights_and_rng):
+        w, rng = weights_and_rng
+        return layer(gather_weights(table, w), x, rng), None
+
+    # A loop copies the weights of each layer out of the stacked arrays. Unrolling it made
+    # a step of T5 small a quarter faster on a TPU, but the compilation takes longer.
+    unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 2048
+    # If the loop is unrolled, a barrier keeps XLA from saving what is recomputed.
+    step = jax.checkpoint(step, policy=REMAT[cfg.remat], prevent_cse=unroll)
+    return lax.scan(step, x, (weights, rngs), unroll=unroll)[0]
 
 
 # ---- sizes and the command -------------------------------------------------------------

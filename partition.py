@@ -273,8 +273,10 @@ def damaged(path: Path) -> UserError:
 
 def read_head(folder: Path) -> tuple[dict[str, list], Any]:
     """Return {array name: headers of its shards}, and the state of the data."""
-    found = {}
-    count = int((folder / "complete").read_text())
+    found, complete = {}, (folder / "complete").read_text()
+    if not re.fullmatch("[1-9][0-9]*", complete):
+        raise damaged(folder / "complete")
+    count = int(complete)
     for process in range(count):
         path = shard_file(folder, process, count)
         with path.open("rb") as file:

@@ -1,8 +1,8 @@
 """Train a T5 model: learning rate, optimizer, training step and training loop.
 
 A run writes checkpoints, config.json and metrics.jsonl to its folder. To continue a run
-that was stopped or killed, run the same command again. The result is exactly that of a
-run that was never stopped.
+that was stopped or killed, run the same command again. On the same devices, the result is
+exactly that of a run that was never stopped.
 
     python train.py                      train `tiny` in about a minute on a CPU
     python train.py --config small_c4    train T5 1.1 small on C4, on all local devices
@@ -147,7 +147,7 @@ def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
     """Return the shapes and shardings of a TrainState, without creating arrays.
 
     An array of the optimizer with the name and shape of a parameter is split like it. All
-    others, such as the means R and C of Adafactor, are small, and every device has a copy.
+    others, such as the means R and C of Adafactor, are small: every device has a copy.
     """
     table = model.param_table(cfg.model)
     shardings = partition.flatten(partition.shardings(table, mesh, cfg.mesh.fsdp))
@@ -601,7 +601,7 @@ class Options(configs.Options):
 
 
 def parse(argv: list[str] | None = None) -> Options:
-    """Parse the flags. From the weakest to the strongest, the settings are those of
+    """Parse the flags. The settings are, from the weakest to the strongest, those of
 
     1. --config, or else config.json of the run, or else the recipe tiny,
     2. network and vocabulary of --init_from, which a run with a checkpoint remembers,

@@ -93,7 +93,11 @@ def measure_peer(name: str, cfg: configs.Config, steps: int) -> None:
 
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
-    settings = transformers.T5Config(**hf_config(cfg.model), decoder_start_token_id=0)
+    settings = transformers.T5Config(
+        **hf_config(cfg.model),
+        decoder_start_token_id=0,
+        tie_word_embeddings=cfg.model.tied,
+    )
     network = transformers.T5ForConditionalGeneration(settings).to(device)
     inputs, targets = (torch.tensor(ids, device=device).long() for ids in random_ids(cfg))
     options = {"scale_parameter": True, "relative_step": False, "lr": 1e-3}

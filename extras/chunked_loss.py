@@ -23,16 +23,41 @@ from configs import Config
 PART = 1536
 
 
+def split_targets(*arrays: Array) -> list[Array]:
+    """Split the target positions: [B, T, ...] becomes [n, B, T / n, ...]."""
+    B, T = arrays[0].shape[:2]
+    n = next(n for n in range(1, T + 1) if T % n == 0 and B * T // n <= PART or n == T)
+    return [a.reshape(B, n, T // n, *a.shape[2:]).swapaxes(0, 1) for a in arrays]
+
+
+def on_each_device(compute, out_specs: tuple, output, x, targets, weight, cfg):
+    """Let each device compute for its own rows."""
+    rows = P("data")
+    local = jax.shard_map(
+        functools.partial(compute, cfg=cfg),
+        in_specs=(P(), rows, rows, rows),
+        out_specs=out_specs,
+        axis_names={"data"},
+        check_vma=False,
+    )
+    return local(output, x, targets, weight)
+
+
+def part_sums(output, x, targets, weight, cfg):
+    """Return the sums of model.loss_sums alone, for evaluation."""
+
+    def sums_of_part(part):
+        return model.loss_sums(output, *part, cfg)[1]
+
+    sums = lax.map(sums_of_part, split_targets(x, targets, weight))
+    return (lax.psum(jax.tree.map(lambda a: a.sum(0), sums), "data"),)
+
+
 def part_gradients(output, x, targets, weight, cfg):
     """Return the sums of model.loss_sums and the gradients of its total.
 
     Each device does this for its own rows. The gradients are those of output and x.
     """
-    B, T, D = x.shape
-    n = next(n for n in range(1, T + 1) if T % n == 0 and B * T // n <= PART or n == T)
-
-    def split(a):  # [B, T, ...] becomes [n, B, T / n, ...]
-        return a.reshape(B, n, T // n, *a.shape[2:]).swapaxes(0, 1)
 
     def total(output, x, targets, weight):
         return model.loss_sums(output, x, targets, weight, cfg)
@@ -42,7 +67,7 @@ def part_gradients(output, x, targets, weight, cfg):
         (_, sums), (d_output, d_x) = gradients(output, *part)
         return jax.tree.map(jnp.add, carry, (sums, d_output)), d_x
 
-    parts = split(x), split(targets), split(weight)
+    parts = split_targets(x, targets, weight)
     first = jax.tree.map(lambda a: a[0], parts)
     sums = jax.eval_shape(total, output, *first)[1]
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (sums, output))
@@ -55,19 +80,14 @@ def chunked_sums(
     output: dict, x: Array, targets: Array, weight: Array, cfg: Config
 ) -> tuple[Array, dict]:
     """Compute what model.loss_sums computes. Only the total loss has a gradient."""
-    return model.loss_sums(output, x, targets, weight, cfg)
+    sums = on_each_device(part_sums, (P(),), output, x, targets, weight, cfg)[0]
+    return sums["cross_ent_loss"] + sums["z_loss"], sums
 
 
 def forward(output, x, targets, weight, cfg):
-    rows = P("data")
-    local = jax.shard_map(
-        functools.partial(part_gradients, cfg=cfg),
-        in_specs=(P(), rows, rows, rows),
-        out_specs=(P(), P(), rows),
-        axis_names={"data"},
-        check_vma=False,
-    )
-    sums, d_output, d_x = local(output, x, targets, weight)
+    specs = P(), P(), P("data")
+    args = output, x, targets, weight, cfg
+    sums, d_output, d_x = on_each_device(part_gradients, specs, *args)
     return (sums["cross_ent_loss"] + sums["z_loss"], sums), (d_output, d_x)
 
 

@@ -82,6 +82,9 @@ def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
     mesh = partition.set_mesh(fast, jax.devices()[:4])
     batch = partition.put_batch(jax.device_get(batch), mesh)
     assert_close(loss_and_gradients(place(params, fast), batch, fast), expected)
+    content = batch.targets > 5
+    sums = evaluate.batch_sums(place(params, fast), batch, content, fast)
+    assert_close(sums, evaluate.batch_sums(place(params, fast), batch, content, plain))
 
 
 def test_auto_chooses_the_faster_forms(monkeypatch):
