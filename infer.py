@@ -578,6 +578,8 @@ def run_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> No
     if file:
         file.flush()
         os.fsync(file.fileno())
+        if os.path.exists(options.output):  # of another shard
+            raise UserError(f"{options.output} exists: the answers are in {file.name}.")
         os.replace(file.name, options.output)
 
 

@@ -424,7 +424,9 @@ def cross_entropy(
     target_logit = jnp.sum(jax.nn.one_hot(targets, V) * logits, axis=-1)
     loss = log_z - (on - off) * target_logit - off * jnp.sum(logits, axis=-1) - entropy
     # The maximum is computed anyway. An argmax would need another pass over the logits.
-    return loss, z_loss * log_z**2, target_logit == jnp.max(logits, axis=-1)
+    is_largest = target_logit == jnp.max(logits, axis=-1)
+    are_equal = target_logit - log_z < 1e-3 - math.log(V)  # Then there is no prediction.
+    return loss, z_loss * log_z**2, is_largest & ~are_equal
 
 
 def loss_sums(

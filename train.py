@@ -482,10 +482,10 @@ class Evaluations:
             names = {name for line in self.log.lines for name in line if "_eval/" in name}
             group = metric.rpartition("/")[0] + "/"
             if metric not in names and any(name.startswith(group) for name in names):
-                raise UserError(f"--train.keep_best {metric} is none of {names}.")
+                raise UserError(f"--train.keep_best {metric} is none of {sorted(names)}.")
             tqdm.write(f"--train.keep_best: no checkpoint has {metric} of {names}")
             return
-        best = choose(values, key=values.get)
+        best = choose(reversed(values), key=values.get)  # of equal ones, the latest
         configs.write_file(self.checkpoints.folder / "best", str(best))
 
 
