@@ -431,9 +431,13 @@ class Evaluations:
             )
         if t.keep_best:
             metric, choose = evaluate.best_of(t.keep_best)
-            print(
-                f"best     the checkpoint with the {choose.__name__}imum {metric} is kept"
-            )
+            made = [f"training_eval/{name}" for name in self.held_out if t.eval_every]
+            made += [f"inference_eval/{x}" for x in self.with_metrics if t.infer_every]
+            if metric.rpartition("/")[0] in made:
+                what = f"the checkpoint with the {choose.__name__}imum {metric} is kept"
+            else:
+                what = f"none is kept by {metric}, because this run only makes {made}"
+            print(f"best     {what}")
 
     def __call__(self, step: int, params: dict) -> bool:
         """Make the evaluations that are due and not in the log. Returns if any were."""
