@@ -418,14 +418,17 @@ def write_lines(folder, name: str, step: int, lines: list[dict]) -> None:
         configs.write_file(configs.to_path(folder) / f"{name}-{step:08}.jsonl", content)
 
 
+def read_lines(path) -> list[dict]:
+    """Return the lines of a metrics.jsonl, but not one that a killed run left incomplete."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
 def read_metrics(folders: list) -> dict[int, dict[str, float]]:
     """Return {step: {name: value}} of the files metrics.jsonl of some folders."""
     table = collections.defaultdict(dict)
     for folder in folders:
-        path = configs.to_path(folder) / "metrics.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        # A killed run can leave an incomplete last line.
-        for line in (json.loads(line) for line in lines if line.endswith("}")):
+        for line in read_lines(configs.to_path(folder) / "metrics.jsonl"):
             table[line.pop("step")].update(line)
     return dict(sorted(table.items()))
 

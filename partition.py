@@ -417,14 +417,18 @@ class Checkpoints:
             for process in range(count):  # An error here: not all see the same folder.
                 shard_file(self.path(step), process, count).stat()
             configs.write_file(self.path(step) / "complete", str(count))
-            kept = self.steps()[-self.keep :] + self.best()  # keep 0: [-0:] is all
-            for path in set(self.folders()) - set(map(self.path, kept)):
-                # Without `complete`, a folder that is half deleted does not count.
-                (path / "complete").unlink(missing_ok=True)
-                if configs.is_remote(path):
-                    path.rmtree()
-                else:
-                    shutil.rmtree(path)
+            self.remove_old()
+
+    def remove_old(self) -> None:
+        """Remove interrupted saves, and all checkpoints but the newest and the best."""
+        kept = self.steps()[-self.keep :] + self.best()  # keep 0: [-0:] is all
+        for path in set(self.folders()) - set(map(self.path, kept)):
+            # Without `complete`, a folder that is half deleted does not count.
+            (path / "complete").unlink(missing_ok=True)
+            if configs.is_remote(path):
+                path.rmtree()
+            else:
+                shutil.rmtree(path)
 
 
 def newest_checkpoint(source: Path | str) -> Path | None:

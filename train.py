@@ -369,9 +369,7 @@ class Log:
     def __init__(self, run_dir: Path, step: int):
         self.run_dir, self.first = run_dir, step + 1
         self.path = run_dir / "metrics.jsonl"
-        old = self.path.read_text().splitlines() if self.path.exists() else []
-        # A killed run can leave an incomplete last line.
-        lines = [json.loads(line) for line in old if line.endswith("}")]
+        lines = evaluate.read_lines(self.path)
         self.lines = [line for line in lines if line["step"] <= step]
         self.writers = {}
         self.sync()
@@ -491,6 +489,7 @@ class Evaluations:
             return
         best = choose(reversed(values), key=values.get)  # of equal ones, the latest
         configs.write_file(self.checkpoints.folder / "best", str(best))
+        self.checkpoints.remove_old()  # such as the one that was the best
 
 
 # ---- the start of a run ----------------------------------------------------------------

@@ -93,6 +93,8 @@ def test_auto_chooses_the_faster_forms(monkeypatch):
     assert model.chosen_forms(large) == {"attention": "xla", "loss": "chunked"}
     monkeypatch.setattr(partition, "platform", lambda: "tpu")
     assert model.chosen_forms(SMALL.model) == {"attention": "kernel", "loss": "chunked"}
+    monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
+    assert model.chosen_forms(large) == {"attention": "xla", "loss": "xla"}
 
 
 # ---- t5_tasks --------------------------------------------------------------------------
