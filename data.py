@@ -865,6 +865,7 @@ def read_task(name: str, split: str, cfg: Config) -> Iterator[dict]:
 
 @dataclass(frozen=True)
 class Options(configs.Options):
+    init_from: str = ""  # the run or checkpoint whose vocabulary is used, as in train.py
     show: int = 3  # rows to print
     list: bool = False  # print all tasks and mixtures, and the rates of --data.task
 
@@ -878,7 +879,11 @@ def main() -> None:
         for name, rate in mixture_rates(cfg.data.task, cfg).items():
             print(f"{name:40}{rate:14,.6g}  {find_task(name, cfg).source}")
         return
-    tokenizer = load_tokenizer(cfg, options.run_dir)
+    folder = options.run_dir
+    if options.init_from:
+        folder = configs.run_of(options.init_from)
+        cfg = configs.with_network_of(cfg, configs.load_run(folder)[0])
+    tokenizer = load_tokenizer(cfg, folder)
     batch = next(Batches(cfg, tokenizer))
     sides = (batch.inputs, batch.input_segments), (batch.targets, batch.target_segments)
     for i in range(min(options.show, cfg.train.batch_size)):

@@ -1447,8 +1447,8 @@ def test_a_vocabulary_is_trained_on_the_training_texts(tmp_path):
     assert first.decode(first.encode([text])[0]) == text
 
 
-def test_the_command_shows_rows_and_lists_tasks(mixture):
-    shown = run("data --data.task a --data.vocab bytes --model.vocab_size 384")
+def test_the_command_shows_rows_and_lists_tasks(mixture, byte_run):
+    shown = run(f"data --data.task a --init_from {byte_run}")
     assert re.search(r"^inputs\n    \d+x", shown, re.MULTILINE)
     shown = run("data --data.task abc --list")
     assert "glue_rte_v002" in shown and re.search(r"^b +2 +jsonl:", shown, re.MULTILINE)
