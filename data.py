@@ -1,10 +1,10 @@
 """Turn text into batches: read, tokenize, shuffle, corrupt spans and pack.
 
-    documents -> token ids -> examples (inputs, targets) -> rows -> batches
+    records -> documents -> token ids -> examples (inputs, targets) -> rows -> batches
 
-A document is a text or a pair of texts. Span corruption joins documents and cuts them
-into examples; a pair is an example already. A row of a batch holds one example or several
-packed ones. A task is a source of documents, and how examples are made and scored.
+A record is a dict from a file. A task makes documents of it, which are texts or pairs of
+texts. Span corruption joins documents and cuts them into examples; a pair is an example
+already. A row of a batch holds one example or several packed ones.
 
     python data.py --show 3                                     print rows of a batch
     python data.py --data.task glue_v002_proportional --list    list tasks and rates
@@ -137,9 +137,9 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
     """Train a SentencePiece model on the beginning of the training texts."""
     lines = []
     readers = [read_task(name, "train", cfg) for name in trained_tasks(cfg)]
-    rows = itertools.zip_longest(*readers, fillvalue={})
-    for row in itertools.chain.from_iterable(rows):
-        for text in (row[key] for key in ("text", "inputs", "targets") if key in row):
+    in_turn = itertools.zip_longest(*readers, fillvalue={})
+    for fields in itertools.chain.from_iterable(in_turn):
+        for text in (fields[x] for x in ("text", "inputs", "targets") if x in fields):
             lines += re.findall(".{1,4000}", text)  # SentencePiece skips longer lines
             characters -= len(text)
         if characters < 0:
@@ -266,31 +266,31 @@ def pairs(documents: list, tokenizer, settings: DataConfig, *key: int) -> list:
 # ---- a task ----------------------------------------------------------------------------
 
 
-def text_to_text(example: dict) -> list[dict]:
+def text_to_text(record: dict) -> list[dict]:
     """Use the fields inputs and targets, or their texts in a cache of SeqIO."""
-    stored = [key for key in ("inputs", "targets") if f"{key}_pretokenized" in example]
-    return [example | {key: example[f"{key}_pretokenized"] for key in stored}]
+    stored = [key for key in ("inputs", "targets") if f"{key}_pretokenized" in record]
+    return [record | {key: record[f"{key}_pretokenized"] for key in stored}]
 
 
 def template(inputs: str, targets: str, labels: tuple = ()) -> Callable:
     """Return a format that fills {fields} into two texts, and a word for {label}."""
 
-    def fill(example):
+    def fill(record):
         if labels:
-            label = int(example.get("label", -1))  # -1 is unknown: <unk>, as in t5
-            example = example | {"label": "<unk>" if label == -1 else labels[label]}
-        kept = {"idx": example["idx"]} if "idx" in example else {}
-        texts = [text.format_map(example) for text in (inputs, targets)]
+            label = int(record.get("label", -1))  # -1 is unknown: <unk>, as in t5
+            record = record | {"label": "<unk>" if label == -1 else labels[label]}
+        kept = {"idx": record["idx"]} if "idx" in record else {}
+        texts = [text.format_map(record) for text in (inputs, targets)]
         return [dict(zip(("inputs", "targets"), texts)) | kept]
 
     return fill
 
 
 class Task(NamedTuple):
-    """A source, the format of its examples, and how they are learned and scored."""
+    """A source, how its records become examples, and how these are scored."""
 
     source: str = ""
-    format: Callable = text_to_text  # makes a list of examples of one of the source
+    format: Callable = text_to_text  # makes a list of documents of a record
     metrics: tuple = ()  # names in evaluate.METRICS, or functions (targets, predictions)
     choices: tuple = ()  # the words for the classes 0, 1, ...
     postprocess: str | Callable = ""  # a name in evaluate.POSTPROCESSORS, or a function
@@ -408,7 +408,7 @@ class Place(NamedTuple):
 
     epoch: int = 0
     window: int = 0  # how many windows of the epoch come before this one
-    file: int = 0  # The window begins after the example `number` of this file.
+    file: int = 0  # The window begins after the record `number` of this file.
     number: int = 0
     used: int = 0  # examples of the window so far
     count: int = 0  # examples of the task so far
@@ -418,12 +418,12 @@ def read_windows(task, files, tokenizer, cfg, first: int, place: Place) -> Itera
     """Yield (documents of a window of a source, the Place of the next window)."""
     while True:
         epoch, start = place.epoch, (place.file, place.number)
-        texts = read_examples(files, task, cfg, start)
+        documents = read_documents(files, task, cfg, start)
         while place.epoch == epoch:
             size = first << (DOUBLINGS if epoch else min(place.window, DOUBLINGS))
-            documents, end = read_documents(texts, size, task, tokenizer, cfg)
+            tokenized, end = read_window(documents, size, task, tokenizer, cfg)
             place = Place(epoch, place.window + 1, *end) if end else Place(epoch + 1)
-            yield documents, place
+            yield tokenized, place
 
 
 def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iterator:
@@ -566,30 +566,31 @@ def batches_of_split(
 ) -> list[Batch]:
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
-    size, texts = cfg.train.batch_size, read_examples(files, task, cfg)
-    documents, wanted = [], cfg.train.eval_batches * size or None
-    while wanted is None or len(documents) < wanted:
-        more, place = read_documents(texts, 1 << 18, task, tokenizer, cfg)
-        documents += more
+    size, documents = cfg.train.batch_size, read_documents(files, task, cfg)
+    tokenized, wanted = [], cfg.train.eval_batches * size or None
+    while wanted is None or len(tokenized) < wanted:
+        more, place = read_window(documents, 1 << 18, task, tokenizer, cfg)
+        tokenized += more
         if place is None:
             break
     key = cfg.train.seed, zlib.crc32(name.encode()), NOISE
-    examples = make_examples(documents[:wanted], task, tokenizer, cfg, *key)
+    examples = make_examples(tokenized[:wanted], task, tokenizer, cfg, *key)
     limits = cfg.data.inputs_length, cfg.data.targets_length
     parts = [examples[i : i + size] for i in range(0, len(examples), size)]
     return [fill_rows(part, np.arange(len(part)), size, limits) for part in parts]
 
 
-def encode_example(texts: dict, task: Task, tokenizer: Tokenizer, cfg: Config):
+def encode_pair(document: dict, task: Task, tokenizer: Tokenizer, cfg: Config):
+    """Return the ids (inputs, targets) of a document with these fields."""
     task = task._replace(objective=pairs)
-    return make_examples(tokenize([texts], task, tokenizer), task, tokenizer, cfg)[0]
+    return make_examples(tokenize([document], task, tokenizer), task, tokenizer, cfg)[0]
 
 
 # ---- sources: KIND:NAME ----------------------------------------------------------------
 
 
 class File(NamedTuple):
-    """A part of a source. read() returns an iterable of dicts."""
+    """A file or another part of a source. read() returns an iterable of records."""
 
     name: str
     read: Callable
@@ -620,7 +621,7 @@ def read_jsonl(path):
 
 
 def read_table(delimiter, path):
-    """Yield the rows of CSV as in RFC 4180, or of TSV, in which quotes are text."""
+    """Yield the records of CSV as in RFC 4180, or of TSV, in which quotes are text."""
     csv.field_size_limit(1 << 30)
     quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
     rows = csv.reader(read_lines(path), delimiter=delimiter, quoting=quoting, strict=True)
@@ -699,57 +700,57 @@ def open_source(source: str, split: str, cfg: Config) -> list[File]:
 
 
 def hold_out(read: Callable, file: int, split: str) -> Iterator[dict]:
-    """Yield the examples of a split: 5 % of the first 20,000 are for validation."""
-    for number, example in enumerate(read()):
+    """Yield the records of a split: 5 % of the first 20,000 are for validation."""
+    for number, record in enumerate(read()):
         if split == "validation" and number == 20_000:
             return
         held = number < 20_000 and zlib.crc32(f"{file}:{number}".encode()) % 20 == 0
         if held == (split == "validation"):
-            yield example
+            yield record
 
 
-def read_examples(files: list[File], task: Task, cfg: Config, start=(0, 0)):
-    """Yield (formatted examples, (file, number), size) of each example after `start`."""
+def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
+    """Yield (documents, (file, number), size) of each record after `start`."""
     renamed = [pair.split("=") for pair in cfg.data.fields.split(",") if pair]
     for f, file in enumerate(files[start[0] :], start[0]):
-        number, fields = 1, {}
+        number, record = 1, {}
         try:
-            for fields in file.read():
+            for record in file.read():
                 if (f, number) > tuple(start):
-                    new = {new: fields[old] for new, old in renamed if old in fields}
-                    formatted = task.format(fields | new)
-                    texts = [text for x in formatted for text in texts_of(x, task)]
+                    new = {new: record[old] for new, old in renamed if old in record}
+                    documents = task.format(record | new)
+                    texts = [text for x in documents for text in texts_of(x, task)]
                     # Half of a character, which JSON can hold, raises an error here.
                     "".join(x for x in texts if isinstance(x, str)).encode()
                     size = 300 + sum(map(len, texts))  # 300 for the objects of Python
-                    yield formatted, (f, number), size
+                    yield documents, (f, number), size
                 number += 1
         except Exception as error:
-            where = f"{file.name}, example {number} with the fields {[*fields]}"
+            where = f"{file.name}, record {number} with the fields {[*record]}"
             raise UserError(f"{where}: {error!r}") from error
 
 
-def texts_of(fields: dict, task: Task) -> list:
+def texts_of(document: dict, task: Task) -> list:
     names = ("inputs", "targets") if task.objective is pairs else ("text",)
-    return [fields[name] for name in names]
+    return [document[name] for name in names]
 
 
-def read_documents(texts: Iterator, characters: int, task, tokenizer, cfg):
+def read_window(documents: Iterator, characters: int, task, tokenizer, cfg):
     """Read and tokenize so many characters: (documents, place, or None at the end)."""
-    part, place = [], None
-    for formatted, place, size in texts:
-        part += formatted
+    window, place = [], None
+    for of_record, place, size in documents:
+        window += of_record
         characters -= size
         if characters <= 0:
             break
     else:
         place = None
-    return cut_documents(tokenize(part, task, tokenizer), task, cfg.data), place
+    return cut_documents(tokenize(window, task, tokenizer), task, cfg.data), place
 
 
-def tokenize(texts: list[dict], task: Task, tokenizer: Tokenizer) -> list:
+def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
     """Return the ids of each text or pair. Lists of ids lose their padding and EOS."""
-    values = [text for fields in texts for text in texts_of(fields, task)]
+    values = [text for document in documents for text in texts_of(document, task)]
     encoded = iter(tokenizer.encode([text for text in values if isinstance(text, str)]))
     found = []
     for value in values:
@@ -842,7 +843,7 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
         return task, files
     if split not in ("train", "validation"):
         return task, []
-    configs.note(f"data     5 % of the first 20,000 examples are held out: {task.source}")
+    configs.note(f"data     5 % of the first 20,000 records are held out: {task.source}")
     held = [partial(hold_out, f.read, number, split) for number, f in enumerate(files)]
     return task, [file._replace(read=read) for file, read in zip(files, held)]
 
@@ -854,10 +855,10 @@ def full_name(source: str) -> tuple[str, ...]:
 
 
 def read_task(name: str, split: str, cfg: Config) -> Iterator[dict]:
-    """Yield the formatted rows of a split of a task: none, if it lacks the split."""
+    """Yield the documents of a split of a task: none, if it lacks the split."""
     task, files = open_task(name, split, cfg)
-    for formatted, *_ in read_examples(files, task, cfg):
-        yield from formatted
+    for documents, *_ in read_documents(files, task, cfg):
+        yield from documents
 
 
 # ---- the command -----------------------------------------------------------------------

@@ -120,14 +120,14 @@ def best_of(keep_best: str) -> tuple[str, Callable]:
 def read_pairs(
     name: str, split: str, cfg: Config, limit: int | None = None
 ) -> list[dict]:
-    """Return the formatted examples of a split, with the fields inputs and targets."""
-    rows = list(itertools.islice(data.read_task(name, split, cfg), limit))
-    if not rows or "targets" not in rows[0]:
+    """Return the examples of a split, with the texts inputs and targets."""
+    examples = list(itertools.islice(data.read_task(name, split, cfg), limit))
+    if not examples or "targets" not in examples[0]:
         raise UserError(
             f"The split {split} of the task {name} has no pairs of inputs and targets: "
             f"choose another --split, other --tasks, or --mode loss."
         )
-    return rows
+    return examples
 
 
 def postprocess(task: data.Task, text: str, example: dict, is_target: bool):
@@ -138,13 +138,14 @@ def postprocess(task: data.Task, text: str, example: dict, is_target: bool):
     return function(text, example=example, is_target=is_target) if function else text
 
 
-def result_lines(task: data.Task, rows: list, targets: list, outputs: list) -> list[dict]:
-    """Add the fields output, target and prediction to each row."""
+def result_lines(task: data.Task, examples, targets: list, outputs: list) -> list[dict]:
+    """Add the fields output, target and prediction to each example."""
     lines = []
-    for row, target, output in zip(rows, targets, outputs):
-        target = postprocess(task, target, row, True)
-        prediction = postprocess(task, output, row, False)
-        lines.append(row | {"output": output, "target": target, "prediction": prediction})
+    for example, target, output in zip(examples, targets, outputs):
+        target = postprocess(task, target, example, True)
+        prediction = postprocess(task, output, example, False)
+        added = {"output": output, "target": target, "prediction": prediction}
+        lines.append(example | added)
     return lines
 
 
@@ -169,10 +170,10 @@ def compute_metrics(task: data.Task, lines: list[dict]) -> dict:
     return metrics
 
 
-def check_metrics(name: str, task: data.Task, rows: list, targets: list, written: list):
+def check_metrics(name: str, task: data.Task, examples, targets: list, written: list):
     """Compare the metrics of perfect answers. written: targets, encoded and decoded."""
-    best = compute_metrics(task, result_lines(task, rows, targets, targets))
-    possible = compute_metrics(task, result_lines(task, rows, targets, written))
+    best = compute_metrics(task, result_lines(task, examples, targets, targets))
+    possible = compute_metrics(task, result_lines(task, examples, targets, written))
     if str(possible) != str(best):
         configs.note(
             f"{name}: a perfect model has {possible}, not {best}. The vocabulary cannot "
@@ -185,16 +186,16 @@ def check_metrics(name: str, task: data.Task, rows: list, targets: list, written
 
 def predict(params, cfg: Config, mesh, name: str, split: str, tokenizer, limit=None):
     """Generate a text for each example. Returns metrics, and a line for each example."""
-    task, rows = data.find_task(name, cfg), read_pairs(name, split, cfg, limit)
-    pairs = [data.encode_example(row, task, tokenizer, cfg) for row in rows]
-    targets = [row["targets"] for row in rows]
+    task, examples = data.find_task(name, cfg), read_pairs(name, split, cfg, limit)
+    pairs = [data.encode_pair(example, task, tokenizer, cfg) for example in examples]
+    targets = [example["targets"] for example in examples]
     targets = [x if isinstance(x, str) else tokenizer.decode(x) for x in targets]
     written = [tokenizer.decode(ids) for _, ids in pairs[:100]]
-    check_metrics(name, task, rows[:100], targets[:100], written)
-    examples = (infer.Example(*pair, number) for number, pair in enumerate(pairs))
-    results = infer.run_examples(params, cfg, mesh, examples)
+    check_metrics(name, task, examples[:100], targets[:100], written)
+    numbered = (infer.Example(*pair, number) for number, pair in enumerate(pairs))
+    results = infer.run_examples(params, cfg, mesh, numbered)
     outputs = [tokenizer.decode(best_first[0]) for best_first, _ in results]
-    lines = result_lines(task, rows, targets, outputs)
+    lines = result_lines(task, examples, targets, outputs)
     return compute_metrics(task, lines), lines
 
 
@@ -204,29 +205,29 @@ def predict(params, cfg: Config, mesh, name: str, split: str, tokenizer, limit=N
 # text is generated. T0 is evaluated in this way (Sanh et al. 2022).
 
 
-def answer_choices(name: str, task: data.Task, number: int, row: dict) -> list[dict]:
+def answer_choices(name: str, task: data.Task, number: int, example: dict) -> list[dict]:
     """Return a dict for each choice of an example, with the choice as its targets.
 
     The choices are the field answer_choices, or those of the task. In the cached files of
     P3, each example already is one choice, with the fields idx, is_correct and weight.
     """
-    if "is_correct" in row and "idx" in row:
-        correct = np.squeeze(row["is_correct"])
-        weight = np.squeeze(row.get("weight", 1.0))
-        values = {"idx": tuple(map(int, row["idx"])), "is_correct": bool(correct)}
-        return [row | values | {"weight": float(weight)}]
-    texts = [str(text) for text in row.get("answer_choices", task.choices)]
-    target, *simple = [str(x).strip().casefold() for x in (row["targets"], *texts)]
+    if "is_correct" in example and "idx" in example:
+        correct = np.squeeze(example["is_correct"])
+        weight = np.squeeze(example.get("weight", 1.0))
+        values = {"idx": tuple(map(int, example["idx"])), "is_correct": bool(correct)}
+        return [example | values | {"weight": float(weight)}]
+    texts = [str(text) for text in example.get("answer_choices", task.choices)]
+    target, *simple = [str(x).strip().casefold() for x in (example["targets"], *texts)]
     if target not in simple or len(set(simple)) < len(simple):
         raise UserError(
-            f"Example {number + 1} of {name}: the target {row['targets']!r} must be one "
-            f"of its choices, and these must differ. The field answer_choices or those of "
-            f"the task are {texts}."
+            f"Example {number + 1} of {name}: the target {example['targets']!r} must be "
+            f"one of its choices, and these must differ. The field answer_choices, or "
+            f"those of the task, are {texts}."
         )
     choices = []
     for i, text in enumerate(texts):
         values = {"targets": text, "idx": (number, i), "is_correct": simple[i] == target}
-        choices.append(row | values | {"weight": 1.0})
+        choices.append(example | values | {"weight": 1.0})
     return choices
 
 
@@ -282,13 +283,13 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
 
 def rank(params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize=False):
     """Score the choices of every example. Returns metrics, and a line for each."""
-    task, rows = data.find_task(name, cfg), read_pairs(name, split, cfg)
+    task, examples = data.find_task(name, cfg), read_pairs(name, split, cfg)
     choices = []
-    for number, row in enumerate(rows):
-        choices += answer_choices(name, task, number, row)
+    for number, example in enumerate(examples):
+        choices += answer_choices(name, task, number, example)
     texts = [choice["targets"] for choice in choices]
     correct = [choice["is_correct"] for choice in choices]
-    pairs = [data.encode_example(choice, task, tokenizer, cfg) for choice in choices]
+    pairs = [data.encode_pair(choice, task, tokenizer, cfg) for choice in choices]
     groups = group_choices([choice["idx"] for choice in choices])
     for group in groups:
         ids = [(tuple(pairs[i][1]), correct[i]) for i in group]
@@ -297,8 +298,8 @@ def rank(params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize=
                 f"{name} has a right and a wrong choice with equal token ids, perhaps as "
                 f"--data.targets_length cuts them: {[texts[i] for i in group]}."
             )
-    examples = (infer.Example(*pair) for pair in pairs)
-    scores = list(infer.run_examples(params, cfg, mesh, examples, "score"))
+    encoded = (infer.Example(*pair) for pair in pairs)
+    scores = list(infer.run_examples(params, cfg, mesh, encoded, "score"))
     lengths = [len(targets) for _, targets in pairs]
     if normalize:
         scores = np.divide(scores, lengths).tolist()
@@ -315,7 +316,7 @@ def rank(params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize=
         lines.append(choices[group[0]] | line)
     indices, weights = ([choice[key] for choice in choices] for key in ("idx", "weight"))
     targets = zip(indices, correct, weights, lengths)
-    kinds = {tuple(row.get("answer_choices", task.choices)) for row in rows}
+    kinds = {tuple(x.get("answer_choices", task.choices)) for x in examples}
     num_classes = len(kinds.pop()) if len(kinds) == 1 else None
     return rank_classification(targets, scores, num_classes), lines
 
@@ -419,7 +420,7 @@ def write_lines(folder, name: str, step: int, lines: list[dict]) -> None:
 
 
 def read_lines(path) -> list[dict]:
-    """Return the lines of a metrics.jsonl, but not one that a killed run left incomplete."""
+    """Return the lines of a metrics.jsonl, without one that a killed run cut off."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
 

@@ -503,7 +503,7 @@ def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
         task, lines = None, data.read_jsonl(options.input)
     for number, line in itertools.islice(enumerate(lines), index, None, count):
         if task:
-            pair = data.encode_example(line, task, tokenizer, cfg)
+            pair = data.encode_pair(line, task, tokenizer, cfg)
             yield line, Example(*pair, number)
         else:
             yield line, line_example(line, number, cfg, tokenizer, options.mode)

@@ -1101,7 +1101,7 @@ def test_changed_files_are_refused_on_a_restart(mixture, tmp_path):
 def test_an_error_in_the_background_reaches_the_training_loop(mixture, tmp_path):
     with (tmp_path / "a.train").open("a") as file:
         file.write('{"inputs": "no targets"}\n')
-    with pytest.raises(UserError, match="a.train, example 201.*KeyError"):
+    with pytest.raises(UserError, match="a.train, record 201.*KeyError"):
         for _ in range(99):
             next(data.Batches(mixture, TOKENIZER))
 
@@ -1195,17 +1195,17 @@ def test_values_that_are_neither_texts_nor_ids_are_refused(ids):
         ("text", gzip.compress(b"one\n" * 9999, mtime=0)[:-9], "a.gz"),
         ("jsonl", b'{"inputs": "a", "targets": "b"}\n\n{"inputs"', "a:3 "),
         ("jsonl", b'["inputs"]', "a:1 "),
-        ("jsonl", b'{"inputs": "a", "target": "b"}', "example 1.*'target'.*KeyError"),
-        ("jsonl", b'{"inputs": "a", "targets": null}', "example 1.*NoneType"),
-        ("jsonl", b'{"inputs": "a", "targets": 7}', "example 1.*int"),
-        ("jsonl", b'{"inputs": "\\ud800", "targets": ""}', "example 1.*surrogates"),
+        ("jsonl", b'{"inputs": "a", "target": "b"}', "record 1.*'target'.*KeyError"),
+        ("jsonl", b'{"inputs": "a", "targets": null}', "record 1.*NoneType"),
+        ("jsonl", b'{"inputs": "a", "targets": 7}', "record 1.*int"),
+        ("jsonl", b'{"inputs": "\\ud800", "targets": ""}', "record 1.*surrogates"),
         ("csv", b"inputs,targets\na,b\nc\n", "a:3 has 1 values"),
         ("csv", b"inputs,targets\na,b,c\n", "a:2 has 3 values"),
         ("csv", b'inputs,targets\na,"b\n', "a.*end of data"),
-        ("csv", b'inputs,targets\na,b\n"a"b,c\n', "example 2.*expected after"),
+        ("csv", b'inputs,targets\na,b\n"a"b,c\n', "record 2.*expected after"),
         ("csv", b"a,a\nb,c\n", "a:2 has 2 values"),
         ("tsv", b"inputs\ttargets\na,b\n", "a:2 has 1 values"),
-        ("parquet", b"PAR1 damaged", "a, example 1"),
+        ("parquet", b"PAR1 damaged", "a, record 1"),
         ("jsonl", b'{"inputs": [5, 359], "targets": [5]}', "outside the vocabulary"),
         ("jsonl", b'{"inputs": [5, -1], "targets": [5]}', "outside the vocabulary"),
     ],
@@ -1225,7 +1225,7 @@ def test_parallel_files_of_different_lengths_are_refused(tmp_path):
         (tmp_path / name).write_text(content)
     source = f"lines:{tmp_path}/1.de,{tmp_path}/1.en"
     cfg = change(BYTES, data=dict(source=source, validation_source="x:"))
-    with pytest.raises(UserError, match="1.de, example 2.*shorter"):
+    with pytest.raises(UserError, match="1.de, record 2.*shorter"):
         next(data.Batches(cfg, TOKENIZER))
     with pytest.raises(ValueError):
         data.open_source(f"lines:{tmp_path}/1.de,{tmp_path}/*.en", "train", cfg)
@@ -1321,13 +1321,13 @@ def test_stored_texts_win_over_stored_ids_which_lose_padding_and_eos():
     row = dict(inputs=[5, 1], inputs_pretokenized="a", targets=[7, 8, 1])
     (formatted,) = data.text_to_text(row)
     assert formatted["inputs"] == "a"
-    inputs, targets = data.encode_example(formatted, data.Task(), TOKENIZER, BYTES)
+    inputs, targets = data.encode_pair(formatted, data.Task(), TOKENIZER, BYTES)
     assert (inputs.tolist(), targets.tolist()) == ([100, 1], [7, 8, 1])
     padded = dict(inputs=[100, 1, 0, 0], targets=np.array([7, 0, 8, 0]))
-    inputs, targets = data.encode_example(padded, data.Task(), TOKENIZER, BYTES)
+    inputs, targets = data.encode_pair(padded, data.Task(), TOKENIZER, BYTES)
     assert (inputs.tolist(), targets.tolist()) == ([100, 1], [7, 0, 8, 1])
     empty = dict(inputs=[], targets="")
-    inputs, targets = data.encode_example(empty, data.Task(), TOKENIZER, BYTES)
+    inputs, targets = data.encode_pair(empty, data.Task(), TOKENIZER, BYTES)
     assert inputs.tolist() == targets.tolist() == [1]
 
 

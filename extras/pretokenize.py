@@ -50,12 +50,12 @@ def tokenize_file(number: int, options: Options) -> None:
     names = ["inputs", "targets"] if is_pair else ["text"]
     schema = pyarrow.schema({name: pyarrow.list_(pyarrow.int32()) for name in names})
     path = f"{options.output}/{options.split}-{number:05}-of-{len(files):05}.parquet"
-    texts = data.read_examples([files[number]], task, options.cfg)
+    records = data.read_documents([files[number]], task, options.cfg)
     with fsspec.open(path, "wb", auto_mkdir=True) as file:
         with pyarrow.parquet.ParquetWriter(file, schema) as writer:
-            while part := list(islice(texts, 1000)):
-                rows = [row for formatted, *_ in part for row in formatted]
-                ids = data.tokenize(rows, task, tokenizer)
+            while part := list(islice(records, 1000)):
+                documents = [document for found, *_ in part for document in found]
+                ids = data.tokenize(documents, task, tokenizer)
                 columns = zip(*ids) if is_pair else [ids]
                 table = dict(zip(names, map(list, columns)))
                 writer.write_table(pyarrow.table(table, schema))

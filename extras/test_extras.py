@@ -988,6 +988,16 @@ def test_job_t0(pretrained, here):
     assert values_of("eval", name) == {1_100_100: 100.0}
 
 
+def test_scan_is_read_as_its_authors_publish_it(here):
+    Path("SCAN/simple_split").mkdir(parents=True)
+    for split, actions in ("train", "I_RUN I_TURN_LEFT"), ("test", "I_WALK"):
+        path = Path(f"SCAN/simple_split/tasks_{split}_simple.txt")
+        path.write_text(f"IN: some command OUT: {actions}\n" * 20)
+    scan = f"data --config {HERE}/examples/scan.py --data.vocab bytes --model.vocab_size 384"
+    assert "\n    some command\n" in run(scan) and "\n    RUN LEFT\n" in run(scan)
+    assert "\n    WALK\n" in run(f"{scan} --data.task scan_simple_test")
+
+
 # ---- bench -----------------------------------------------------------------------------
 
 
