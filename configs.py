@@ -234,8 +234,8 @@ RECIPES = {
 }
 # fmt: on
 
-# A user's recipe file may add to these tables, and put one tokenizer into VOCABULARY.
-TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, []
+# A user's recipe file may add to these tables, and bring a tokenizer.
+TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, None
 
 
 def load_recipe(name: str) -> Config:
@@ -257,9 +257,7 @@ def load_recipe(name: str) -> Config:
     exec(compile(to_path(name).read_text(), name, "exec"), program)
     for table in ("TASKS", "MIXTURES", "METRICS"):
         globals()[table].update(program.get(table, {}))
-    vocabulary = program.get("VOCABULARY", VOCABULARY)
-    if vocabulary is not VOCABULARY:  # which `from configs import *` brings along
-        VOCABULARY[:] = [vocabulary]
+    globals()["VOCABULARY"] = program.get("VOCABULARY", VOCABULARY)
     return program["CONFIG"]
 
 
@@ -296,8 +294,8 @@ def first_flags(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_known_args(argv)[0]
 
 
-def parse(Kind: type, argv: list[str] | None = None):
-    """Parse the flags of a command, which are the fields of Kind, a subclass of Options.
+def parse(kind: type, argv: list[str] | None = None):
+    """Parse the flags of a command: the fields of `kind`, a subclass of Options.
 
     The settings are those of the run, if there is one, else of --config. Flags then
     change single settings.
@@ -307,7 +305,7 @@ def parse(Kind: type, argv: list[str] | None = None):
         base, _ = load_run_and_tasks(flags.run_dir, flags.config)
     else:
         base = load_recipe(flags.config or "tiny")
-    return change_settings(Kind(base, flags.config, flags.run_dir), argv)
+    return change_settings(kind(base, flags.config, flags.run_dir), argv)
 
 
 def change_settings(options: Options, argv: list[str] | None) -> Options:

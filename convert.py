@@ -185,10 +185,10 @@ def to_plain(arrays: dict, cfg: ModelConfig, source: Path) -> dict[str, np.ndarr
             f"{source} has arrays that no T5 has ({', '.join(sorted(arrays)):.200}), or "
             f"its configuration contradicts them."
         )
-    return stack(layers)
+    return stack_layers(layers)
 
 
-def stack(layers: dict[str, list]) -> dict[str, np.ndarray]:
+def stack_layers(layers: dict[str, list]) -> dict[str, np.ndarray]:
     """Stack {path: [the array of each layer]}, path by path to save memory."""
     stacked = {}
     for path in list(layers):
@@ -213,7 +213,7 @@ def adafactor_state(slots: dict, cfg: ModelConfig, step: int) -> dict[str, np.nd
             array = slots.get(f"{name}/{slot}", np.zeros(1))
             layers.setdefault(f"opt_state/0/{slot}/{path}", []).append(np.float32(array))
     unused = {name: parts[0] for name, parts in layers.items() if parts[0].size == 1}
-    plain = stack(layers) | unused
+    plain = stack_layers(layers) | unused
     table = partition.flatten(model.param_table(cfg))
     shapes = {path: jax.ShapeDtypeStruct(p.shape, "float32") for path, p in table.items()}
     expected = jax.eval_shape(optax.scale_by_factored_rms().init, shapes)
@@ -299,8 +299,8 @@ def with_gin(cfg: ModelConfig, folders: list[Path]) -> ModelConfig:
     files = [f / n for f in folders for n in ("config.gin", "operative_config.gin")]
     text = "\n".join(file.read_text() for file in reversed(files) if file.is_file())
     text = re.sub(" *#.*", "", text)
-    found = {field: re.findall(pattern, text) for field, pattern in GIN.items()}
-    stated = {field: values[-1] for field, values in found.items() if values}
+    matches = {field: re.findall(pattern, text) for field, pattern in GIN.items()}
+    stated = {field: values[-1] for field, values in matches.items() if values}
     if "activation" in stated:  # such as "('gelu', 'linear')"
         kind, *linear = re.findall(r"\w+", stated["activation"].replace("swish", "silu"))
         stated["activation"] = f"gated_{kind}" if linear == ["linear"] else kind
@@ -472,9 +472,9 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     if config.get("model_type", "t5") not in ("t5", "mt5", "umt5"):
         raise UserError(f"{folder} has model_type {config['model_type']}, and is no T5.")
     for field, expected in SPECIAL.items():
-        found = (config | generation).get(field, expected)
-        if found not in (expected, [expected]):
-            raise UserError(f"{folder} has {field} {found}, but plain T5 has {expected}.")
+        value = (config | generation).get(field, expected)
+        if value not in (expected, [expected]):
+            raise UserError(f"{folder} has {field} {value}, but plain T5 has {expected}.")
     # The defaults of the classes T5Config, and MT5Config and UMT5Config.
     default = "relu" if config.get("model_type", "t5") == "t5" else "gated-gelu"
     activation = config.setdefault("feed_forward_proj", default)

@@ -295,13 +295,13 @@ class Task(NamedTuple):
     choices: tuple = ()  # the words for the classes 0, 1, ...
     postprocess: str | Callable = ""  # a name in evaluate.POSTPROCESSORS, or a function
     splits: tuple = ("train", "validation", "test")
-    objective: Callable = pairs
+    objective: Callable = pairs  # or span_corruption, prefix_lm, or one like these
     inputs_eos: bool = True  # False in T0
     eos_after_trim: bool = True  # False in T0
 
 
 def cut_documents(documents: list, task: Task, settings: DataConfig) -> list:
-    """Cut documents to the length of examples. For span corruption, join them before."""
+    """Cut documents to the length of examples. All objectives but prefix_lm join them."""
     if task.objective is pairs:
         return documents
     length = settings.inputs_length - 1
@@ -387,8 +387,12 @@ def pad_batch(inputs: list, targets: list, *limits: int) -> Batch:
 
 
 # ---- batches ---------------------------------------------------------------------------
-# source -> windows -> PART examples at once -> PACKED rows -> batches. The examples of a
-# window and the rows are shuffled. A checkpoint has the Place of each task, and a row.
+# read_windows     documents of 1 to 16 million characters, in the order of the files
+# stream           their examples, shuffled, of which PART are made at once
+# choose_examples  the next examples of all tasks by their rates, for PACKED rows
+# pack_rows        these examples packed into rows, which are shuffled
+# make_batches     batches of these rows, and the state from which a restart continues:
+#                  the Place of each task before the PACKED rows, and the next row
 
 ORDER, NOISE, ROWS = range(3)  # uses of random bits: no two uses have equal keys
 FIRST_WINDOW = 1 << 20  # characters, few for a fast start; in mixtures even fewer
@@ -414,14 +418,14 @@ class Place(NamedTuple):
     count: int = 0  # examples of the task so far
 
 
-def read_windows(task, files, tokenizer, cfg, first: int, place: Place) -> Iterator:
-    """Yield (documents of a window of a source, the Place of the next window)."""
+def read_windows(task, files, tokenizer, cfg, size: int, place: Place) -> Iterator:
+    """Yield (tokenized documents of a window, the Place of the next window)."""
     while True:
         epoch, start = place.epoch, (place.file, place.number)
         documents = read_documents(files, task, cfg, start)
         while place.epoch == epoch:
-            size = first << (DOUBLINGS if epoch else min(place.window, DOUBLINGS))
-            tokenized, end = read_window(documents, size, task, tokenizer, cfg)
+            characters = size << (DOUBLINGS if epoch else min(place.window, DOUBLINGS))
+            tokenized, end = read_window(documents, characters, task, tokenizer, cfg)
             place = Place(epoch, place.window + 1, *end) if end else Place(epoch + 1)
             yield tokenized, place
 
@@ -446,6 +450,7 @@ def stream(name, task, tokenizer, cfg, windows: Iterator, place: Place) -> Itera
     noise, and skips its used examples.
     """
     for documents, end in windows:
+        # Each window has random bits of its own.
         key = cfg.train.seed, zlib.crc32(name.encode())
         key += place.epoch, place.window, place.file, place.number
         order = np.argsort(random_bits(len(documents), *key, ORDER), kind="stable")
@@ -477,13 +482,13 @@ class Batches:
         self.places = {name: Place(*place) for name, place in self.state["tasks"].items()}
         self.streams, files = {}, []
         reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        first = FIRST_WINDOW // min(len(self.rates), 32)
+        size = FIRST_WINDOW // min(len(self.rates), 32)
         for name, place in self.places.items():
-            task, found = open_task(name, "train", cfg)
-            windows = read_windows(task, found, tokenizer, cfg, first, place)
+            task, own = open_task(name, "train", cfg)
+            windows = read_windows(task, own, tokenizer, cfg, size, place)
             windows = prefetch(windows, reader, ahead=1)
             self.streams[name] = stream(name, task, tokenizer, cfg, windows, place)
-            files += [[file.name.split("/")[-1], file.size] for file in found]
+            files += [[file.name.split("/")[-1], file.size] for file in own]
         self.files = zlib.crc32(json.dumps([self.rates, files]).encode())
         if self.state.setdefault("files", self.files) != self.files:
             raise UserError("This run began with other training files, or other rates.")
@@ -519,29 +524,29 @@ class Batches:
 
     def pack_rows(self) -> Batch:
         """Pack the next examples, and shuffle the rows."""
-        first = sum(place.count for place in self.places.values())
+        used = sum(place.count for place in self.places.values())
         examples = self.choose_examples()
         sizes = np.array([[len(ids) for ids in example] for example in examples])
         row = pack(sizes, self.limits) if self.cfg.data.pack else np.arange(len(sizes))
         rows = row.max() + 1
-        bits = random_bits(rows, self.cfg.train.seed, first, ROWS)
+        bits = random_bits(rows, self.cfg.train.seed, used, ROWS)
         row = np.argsort(bits, kind="stable")[row]  # another number for each row
         order = np.argsort(row, kind="stable")  # the examples in the order of their rows
         examples = [examples[i] for i in order]
         packed = fill_rows(examples, row[order], rows, self.limits)
-        if not first:
+        if not used:
             print_filling(packed, sizes, self.limits)
         return packed
 
-    def make_rows(self, first: int) -> Iterator:
+    def make_rows(self, first_row: int) -> Iterator:
         """Yield (the five arrays of a row, the state after it)."""
         while True:
             tasks = {name: [*place] for name, place in self.places.items()}
             packed = self.pack_rows()
-            for row in range(first, len(packed.inputs)):
+            for row in range(first_row, len(packed.inputs)):
                 state = {"row": row + 1, "tasks": tasks, "files": self.files}
                 yield [array[row] for array in packed], state
-            first = 0
+            first_row = 0
 
     def make_batches(self) -> Iterator:
         """Yield (batch, the state after it)."""
@@ -656,8 +661,8 @@ def read_python():
     kinds, texts = (ast.Module, ast.ClassDef, ast.FunctionDef), list(topics.values())
     for path in sorted(Path(ast.__file__).parent.glob("*.py")):
         nodes = ast.walk(ast.parse(path.read_bytes()))
-        found = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
-        texts.append("\n\n".join(filter(None, found)))
+        docs = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
+        texts.append("\n\n".join(filter(None, docs)))
     return [{"text": text} for text in texts if text]
 
 
@@ -670,9 +675,9 @@ READERS = {
 def find_files(pattern: str) -> list[tuple[str, int]]:
     """Return (path, size) of all local or remote files that match a pattern, sorted."""
     system, path = fsspec.core.url_to_fs(pattern)
-    found = sorted(system.glob(path, detail=True).items())
+    files = sorted(system.glob(path, detail=True).items())
     prefix = pattern[: pattern.find("://") + 3] if "://" in pattern else ""
-    return [(prefix + p, info["size"]) for p, info in found if info["type"] == "file"]
+    return [(prefix + p, info["size"]) for p, info in files if info["type"] == "file"]
 
 
 def open_source(source: str, split: str, cfg: Config) -> list[File]:
@@ -752,7 +757,7 @@ def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
     """Return the ids of each text or pair. Lists of ids lose their padding and EOS."""
     values = [text for document in documents for text in texts_of(document, task)]
     encoded = iter(tokenizer.encode([text for text in values if isinstance(text, str)]))
-    found = []
+    result = []
     for value in values:
         ids = next(encoded) if isinstance(value, str) else np.trim_zeros(value, "b")
         if not isinstance(value, str) and len(ids):
@@ -760,8 +765,8 @@ def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
             if not is_integer or not 0 <= min(ids) <= max(ids) < tokenizer.size:
                 raise UserError(f"{task.source} has ids outside the vocabulary: {ids}.")
             ids = ids[:-1] if ids[-1] == EOS else ids
-        found.append(np.asarray(ids, np.int32))
-    return [*zip(found[::2], found[1::2])] if task.objective is pairs else found
+        result.append(np.asarray(ids, np.int32))
+    return [*zip(result[::2], result[1::2])] if task.objective is pairs else result
 
 
 # ---- tasks -----------------------------------------------------------------------------

@@ -7,9 +7,8 @@
 --mode loss computes the teacher-forced loss in nats per target token. --mode predict
 generates a text for each example, and compares it with the target by the metrics of the
 task, as the t5 library does. --mode rank takes the most probable of given answer choices
-as the model's answer, as for T0. Without --mode, tasks with metrics use predict, and all
-others use loss. The metrics are appended to RUN/eval/metrics.jsonl, and the outputs are
-written to RUN/eval/TASK-STEP.jsonl.
+as the model's answer, as for T0. The metrics are appended to RUN/eval/metrics.jsonl, and
+the outputs are written to RUN/eval/TASK-STEP.jsonl.
 """
 
 import collections
@@ -151,10 +150,10 @@ def result_lines(task: data.Task, examples, targets: list, outputs: list) -> lis
 
 def metric_functions(task: data.Task) -> list:
     """Return the metrics of a task, or accuracy if it has none."""
-    found = [METRICS.get(x, x) for x in task.metrics or ("accuracy",)]
-    if unknown := [x for x in found if isinstance(x, str)]:
+    functions = [METRICS.get(x, x) for x in task.metrics or ("accuracy",)]
+    if unknown := [x for x in functions if isinstance(x, str)]:
         raise UserError(f"There is no metric {unknown}, but {', '.join(METRICS)}.")
-    return found
+    return functions
 
 
 def compute_metrics(task: data.Task, lines: list[dict]) -> dict:
@@ -163,10 +162,10 @@ def compute_metrics(task: data.Task, lines: list[dict]) -> dict:
     predictions = [line["prediction"] for line in lines]
     metrics = {}
     for function in metric_functions(task):
-        found = function(targets, predictions)
-        if twice := metrics.keys() & found.keys():
+        values = function(targets, predictions)
+        if twice := metrics.keys() & values.keys():
             raise UserError(f"Two metrics of a task have the name {twice}.")
-        metrics |= found
+        metrics |= values
     return metrics
 
 
@@ -393,22 +392,22 @@ METRICS |= {metric.__name__: metric for metric in (accuracy, bleu, rouge, f1, sq
 # ---- postprocessors, besides "label" and functions -------------------------------------
 
 
-def answers(text: str, example: dict, is_target: bool):
+def all_answers(text: str, example: dict, is_target: bool):
     """All right answers of the example for a target, and the text for a prediction."""
     if not is_target:
         return text
-    found = example["answers"]
-    if isinstance(found, dict):  # as in SQuAD on the Hugging Face Hub
-        found = found["text"]
-    if not len(found):
+    answers = example["answers"]
+    if isinstance(answers, dict):  # as in SQuAD on the Hugging Face Hub
+        answers = answers["text"]
+    if not len(answers):
         raise UserError(f"An example has no answers: {str(example)[:200]}")
-    return [found] if isinstance(found, str) else list(found)
+    return [answers] if isinstance(answers, str) else list(answers)
 
 
-POSTPROCESSORS = {"answers": answers}
+POSTPROCESSORS = {"answers": all_answers}
 
 
-# ---- files, tables and curves ----------------------------------------------------------
+# ---- files and tables ------------------------------------------------------------------
 
 
 def write_lines(folder, name: str, step: int, lines: list[dict]) -> None:
@@ -443,31 +442,6 @@ def write_csv(path: str, table: dict) -> None:
         for step, row in table.items():
             if row.keys() & set(names):
                 writer.writerow([step, *(row.get(name, "") for name in names)])
-
-
-def write_plot(path: str, table: dict) -> None:
-    """Draw the losses, accuracies, metrics of outputs and learning rate of a run."""
-    from matplotlib.figure import Figure
-
-    panels = {
-        "loss (nats per token)": r"(train|training_eval/.*)/loss",
-        "accuracy": r"(train|training_eval/.*)/accuracy",
-        "metrics of outputs (%)": "inference_eval/.*",
-        "learning rate": "train/learning_rate",
-    }
-    names = sorted({name for row in table.values() for name in row})
-    found = {k: [*filter(re.compile(panels[k]).fullmatch, names)] for k in panels}
-    found = {title: lines for title, lines in found.items() if lines}
-    figure = Figure(figsize=(8, 3 * len(found)), layout="tight")
-    axes = figure.subplots(len(found), sharex=True, squeeze=False)[:, 0]
-    for axis, (title, lines) in zip(axes, found.items()):
-        axis.set_ylabel(title)
-        for name in lines:
-            points = [(step, row[name]) for step, row in table.items() if name in row]
-            axis.plot(*zip(*points), ".-", label=name)
-        axis.legend(fontsize="small")
-    axis.set_xlabel("training step")
-    figure.savefig(path, dpi=120)
 
 
 # ---- the command -----------------------------------------------------------------------
@@ -549,7 +523,9 @@ def main() -> None:
         if options.csv:
             write_csv(options.csv, table)
         if options.plot:
-            write_plot(options.plot, table)
+            from extras import curves
+
+            curves.write_plot(options.plot, table)
 
 
 if __name__ == "__main__":

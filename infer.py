@@ -9,8 +9,7 @@ Each line of IN.jsonl is an object with "inputs" and, for --mode score, "targets
 are a text or a list of token ids, which is used exactly as given, with no EOS or cut.
 OUT.jsonl has the same lines in the same order, with a new field "prediction", "score"
 (the log-probability of the targets) or "vector" (the mean output of the encoder). Up to
-rounding, a line's result does not depend on the other lines. A command that was killed
-continues where it stopped. With --shard 0/4 to --shard 3/4, four machines share a file.
+rounding, a line's result does not depend on the other lines.
 
 The encoder runs once. The decoder generates one token at a time, and a cache holds the
 keys and values of earlier tokens.
@@ -420,8 +419,8 @@ def fill_blanks(inputs: Iterable, targets: Iterable, tokenizer) -> str:
     _, *parts = re.split(sentinel, tokenizer.decode(targets))
     answers = dict(zip(parts[::2], parts[1::2]))
 
-    def fill(found):
-        answer = answers.get(found[1])
+    def fill(match):
+        answer = answers.get(match[1])
         return " ____ " if answer is None else f" [{answer.strip()}] "
 
     return " ".join(re.sub(sentinel, fill, tokenizer.decode(inputs)).split())
@@ -592,12 +591,12 @@ def run_texts(texts: Iterable[str], params, options: "Options", mesh, tokenizer)
         line = {"inputs": text.strip()}
         example = line_example(line, number, options.cfg, tokenizer, "predict")
         ((outputs, scores),) = run_examples(params, options.cfg, mesh, [example])
-        for ids, score in zip(outputs, scores):
+        for ids, value in zip(outputs, scores):
             answer = tokenizer.decode(ids).replace("\n", " ")
             if "<extra_id_" in text and not options.raw:
                 answer = fill_blanks(example.inputs, ids, tokenizer)
-            score = f"{score:.4f}\t" if options.cfg.decode.return_all else ""
-            print(f"{score}{answer}", flush=True)
+            score_column = f"{value:.4f}\t" if options.cfg.decode.return_all else ""
+            print(f"{score_column}{answer}", flush=True)
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def param_table(cfg: ModelConfig) -> dict:
     if cfg.activation.startswith("gated_"):
         feed_forward["gate"] = up
 
-    def stack(depth, layer):
+    def stacked(depth, layer):
         def add_axis(p):
             return p._replace(shape=(depth, *p.shape), axes=("layers", *p.axes))
 
@@ -91,10 +91,10 @@ def param_table(cfg: ModelConfig) -> dict:
     }
     table = {
         "embed": Param((V, D), ("vocab", "embed"), "normal"),
-        "encoder": stack(cfg.num_layers, in_encoder),
+        "encoder": stacked(cfg.num_layers, in_encoder),
     }
     if cfg.num_decoder_layers:  # 0 for a model that only encodes
-        table["decoder"] = stack(cfg.num_decoder_layers, in_decoder)
+        table["decoder"] = stacked(cfg.num_decoder_layers, in_decoder)
         if not cfg.tied:  # T5 1.0 uses the embedding matrix as output matrix
             unembed = Param((D, V), ("embed", "vocab"), "truncated_normal", D**-0.5)
             table["unembed"] = unembed
@@ -133,15 +133,6 @@ def compute_dtype(cfg: ModelConfig) -> jnp.dtype:
     """The dtype of activations and matmuls. Parameters are always float32."""
     automatic = "float32" if partition.platform() == "cpu" else "bfloat16"
     return jnp.dtype(automatic if cfg.dtype == "auto" else cfg.dtype)
-
-
-def dense(x: Array, w: Array) -> Array:
-    """Multiply activations [B, Q, D] by a weight matrix [D, F]."""
-    if partition.platform() == "cpu":
-        # With batch and length in one axis, the gradient of w is a plain matmul, which is
-        # 1.4 times as fast on a CPU. A TPU would have to copy the activations.
-        return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
-    return x @ w
 
 
 def rms_norm(x: Array, scale: Array) -> Array:
@@ -262,19 +253,20 @@ def keys_values(w: dict, x: Array, cfg: ModelConfig) -> tuple[Array, Array]:
 def attention(
     w: dict,
     x: Array,
-    kv: tuple[Array, Array],
+    kv: tuple[Array, Array] | None,
     attend: Callable,
     cfg: ModelConfig,
     rng: Array | None = None,
 ) -> Array:
-    """Compute multi-head attention. x [B, Q, D] are normalized activations.
+    """Normalize activations x [B, Q, D], and compute multi-head attention.
 
-    kv: the result of `keys_values` for x, or in cross-attention for the encoder's output.
+    kv: the keys and values of the encoder's output, or None in self-attention.
     attend: a function (q, k, v) such as `attend_on_mesh` with its other arguments.
     """
     rng_probabilities, rng_out = split_rng(rng, 2)
+    x = rms_norm(x, w["norm"])
     q = split_heads(dense(x, w["query"]), cfg)
-    k, v = kv
+    k, v = kv or keys_values(w, x, cfg)
     # T5 drops a key for all queries of a head at once. Setting the value of this key to
     # zero has the same effect as dropping the probability, and needs a smaller mask.
     v = dropout(v, cfg.dropout, rng_probabilities, axis=3)
@@ -284,10 +276,12 @@ def attention(
 
 
 def mlp(w: dict, x: Array, cfg: ModelConfig, rng: Array | None = None) -> Array:
-    """Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down for T5 1.0."""
+    """Normalize x. Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down."""
     rng_hidden, rng_out = split_rng(rng, 2)
+    x = rms_norm(x, w["norm"])
     activation = ACTIVATIONS[cfg.activation.removeprefix("gated_")]
     up = dense(x, w["up"])
+    # T5 1.0 has no gate.
     hidden = activation(dense(x, w["gate"])) * up if "gate" in w else activation(up)
     hidden = dropout(shard(hidden, "batch", None, "mlp"), cfg.dropout, rng_hidden)
     out = dense(hidden, w["down"])
@@ -304,6 +298,13 @@ def embed(params: dict, ids: Array, cfg: ModelConfig, rng: Array | None = None) 
     return dropout(shard(x, "batch", None, None), cfg.dropout, rng)
 
 
+def encoder_layer(w: dict, x: Array, attend: Callable, cfg, rng=None) -> Array:
+    """Apply self-attention and MLP to activations [B, S, D]."""
+    rng_self, rng_mlp = split_rng(rng, 2)
+    x += attention(w["attention"], x, None, attend, cfg, rng_self)
+    return x + mlp(w["mlp"], x, cfg, rng_mlp)
+
+
 def encode(
     params: dict, inputs: Array, segments: Array, cfg: ModelConfig, rng=None
 ) -> Array:
@@ -315,15 +316,11 @@ def encode(
     mask = attention_mask(segments, segments)
 
     def layer(w, x, rng):
-        rng_self, rng_mlp = split_rng(rng, 2)
         biases = relative_biases(params["encoder"], w["attention"], cfg)
         attend = functools.partial(
             attend_on_mesh, mask=mask, cfg=cfg, biases=biases, bidirectional=True
         )
-        normalized = rms_norm(x, w["attention"]["norm"])
-        kv = keys_values(w["attention"], normalized, cfg)
-        x += attention(w["attention"], normalized, kv, attend, cfg, rng_self)
-        return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, rng_mlp)
+        return encoder_layer(w, x, attend, cfg, rng)
 
     x = embed(params, inputs, cfg, rng_embed)
     x = run_layers(layer, x, "encoder", params, cfg, rng_layers)
@@ -339,19 +336,15 @@ def decoder_layer(
     cfg: ModelConfig,
     rng: Array | None = None,
 ) -> Array:
-    """Apply self-attention, cross-attention and MLP. Returns the activations [B, T, D].
+    """Apply self-attention, cross-attention and MLP to activations [B, T, D].
 
-    cross_kv: keys and values of the encoder's output. attend, cross_attend: as in
-    `attention`. In infer.py, they also see the keys and values of earlier tokens.
+    cross_kv: the keys and values of the encoder's output. In infer.py, `attend` also sees
+    the keys and values of earlier tokens.
     """
     rng_self, rng_cross, rng_mlp = split_rng(rng, 3)
-    w_self, w_cross = w["self_attention"], w["cross_attention"]
-    normalized = rms_norm(x, w_self["norm"])
-    kv = keys_values(w_self, normalized, cfg)
-    x += attention(w_self, normalized, kv, attend, cfg, rng_self)
-    normalized = rms_norm(x, w_cross["norm"])
-    x += attention(w_cross, normalized, cross_kv, cross_attend, cfg, rng_cross)
-    return x + mlp(w["mlp"], rms_norm(x, w["mlp"]["norm"]), cfg, rng_mlp)
+    x += attention(w["self_attention"], x, None, attend, cfg, rng_self)
+    x += attention(w["cross_attention"], x, cross_kv, cross_attend, cfg, rng_cross)
+    return x + mlp(w["mlp"], x, cfg, rng_mlp)
 
 
 def decode(params: dict, batch, encoded: Array, cfg: ModelConfig, rng=None) -> Array:
@@ -418,14 +411,17 @@ def cross_entropy(
     logits [B, T, V] float32, targets [B, T]. Returns three arrays [B, T].
     """
     V = logits.shape[-1]
+    # The smoothed target has the probability `on` at the target, and `off` elsewhere.
     on, off = 1 - label_smoothing, label_smoothing / (V - 1)
     entropy = -(on * math.log(on) + (V - 1) * off * math.log(off + 1e-20))
     log_z = jax.nn.logsumexp(logits, axis=-1)
+    # A sum, unlike a lookup, can be split over the vocabulary.
     target_logit = jnp.sum(jax.nn.one_hot(targets, V) * logits, axis=-1)
     loss = log_z - (on - off) * target_logit - off * jnp.sum(logits, axis=-1) - entropy
     # The maximum is computed anyway. An argmax would need another pass over the logits.
     is_largest = target_logit == jnp.max(logits, axis=-1)
-    are_equal = target_logit - log_z < 1e-3 - math.log(V)  # Then there is no prediction.
+    # If all logits are equal, the target has the probability 1 / V, and nothing is right.
+    are_equal = target_logit - log_z < 1e-3 - math.log(V)
     return loss, z_loss * log_z**2, is_largest & ~are_equal
 
 
@@ -461,7 +457,7 @@ def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
     """Return the training loss of a batch, and a dict of sums over its target tokens.
 
     The loss is the cross entropy plus the z-loss in nats, summed over all target tokens.
-    To get a mean, the caller divides it by the number of tokens.
+    To get a mean, train.gradients divides it by the number of tokens.
     """
     x = decoder_output(params, batch, cfg.model, rng)
     weight = (batch.target_segments > 0).astype(jnp.float32)  # leaves out padding
@@ -491,6 +487,15 @@ def chosen_forms(cfg: ModelConfig) -> dict[str, str]:
     }
     chosen = {"attention": cfg.attention, "loss": cfg.loss}
     return {k: automatic[k] if form == "auto" else form for k, form in chosen.items()}
+
+
+def dense(x: Array, w: Array) -> Array:
+    """Multiply activations [B, Q, D] by a weight matrix [D, F]."""
+    if partition.platform() == "cpu":
+        # With batch and length in one axis, the gradient of w is a plain matmul, which is
+        # 1.4 times as fast on a CPU. A TPU would have to copy the activations.
+        return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
+    return x @ w
 
 
 def attend_on_mesh(

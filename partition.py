@@ -234,13 +234,13 @@ def local_shards(arrays: dict[str, jax.Array]) -> list[tuple[dict, np.ndarray]]:
     for name, array in sorted(arrays.items()):
         # Devices can hold copies of a shard, which JAX numbers. Every process chooses the
         # same copy, by the name, so that each of them writes a part of the arrays.
-        copies = 1 + max(shard.replica_id for shard in array.global_shards)
+        copies = 1 + max(part.replica_id for part in array.global_shards)
         copy = zlib.crc32(name.encode()) % copies
         header = {"name": name, "shape": array.shape, "dtype": array.dtype.name}
-        for shard in array.addressable_shards:
-            if shard.replica_id == copy:
-                bounds = [i.indices(n)[:2] for i, n in zip(shard.index, array.shape)]
-                chosen.append((header | {"bounds": bounds}, shard.data))
+        for part in array.addressable_shards:
+            if part.replica_id == copy:
+                bounds = [i.indices(n)[:2] for i, n in zip(part.index, array.shape)]
+                chosen.append((header | {"bounds": bounds}, part.data))
     jax.copy_to_host_async([data for _, data in chosen])
     return [(header, np.ascontiguousarray(data)) for header, data in chosen]
 
@@ -273,7 +273,7 @@ def damaged(path: Path) -> UserError:
 
 def read_head(folder: Path) -> tuple[dict[str, list], Any]:
     """Return {array name: headers of its shards}, and the state of the data."""
-    found, complete = {}, (folder / "complete").read_text()
+    headers, complete = {}, (folder / "complete").read_text()
     if not re.fullmatch("[1-9][0-9]*", complete):
         raise damaged(folder / "complete")
     count = int(complete)
@@ -291,8 +291,8 @@ def read_head(folder: Path) -> tuple[dict[str, list], Any]:
         head = msgpack.unpackb(head)
         for header in head["shards"]:
             place = {"file": path, "offset": unpacker.tell() + header["offset"]}
-            found.setdefault(header["name"], []).append(header | place)
-    return found, json.loads(head["state"])  # which all files have
+            headers.setdefault(header["name"], []).append(header | place)
+    return headers, json.loads(head["state"])  # which all files have
 
 
 def read_state(folder: Path) -> Any:
@@ -344,11 +344,11 @@ def load_arrays(folder: Path, abstract: dict) -> dict[str, jax.Array]:
 
     def load(name, like):
         headers = stored.get(name)
-        found = headers and [headers[0]["dtype"], *headers[0]["shape"]]
+        saved = headers and [headers[0]["dtype"], *headers[0]["shape"]]
         wanted = [like.dtype.name, *like.shape]
-        if found != wanted:
+        if saved != wanted:
             raise UserError(
-                f"{folder} has {found} for the array {name}, but this run needs "
+                f"{folder} has {saved} for the array {name}, but this run needs "
                 f"{wanted}: use the settings of the run that wrote the checkpoint."
             )
         cache = {}
@@ -448,7 +448,7 @@ def resolve_step(run_dir: Path | str, name: str) -> int:
     checkpoints = Checkpoints(run_dir)
     steps = checkpoints.steps()
     named = {"latest": steps[-1:], "best": checkpoints.best()}
-    found = [int(name)] if name.isdecimal() else named.get(name, [])
-    if not set(found) & set(steps):
+    chosen = [int(name)] if name.isdecimal() else named.get(name, [])
+    if not set(chosen) & set(steps):
         raise UserError(f"There is no step {name}: {run_dir} has the steps {steps}.")
-    return found[0]
+    return chosen[0]

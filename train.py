@@ -431,11 +431,9 @@ class Evaluations:
             metric, choose = evaluate.best_of(t.keep_best)
             made = [f"training_eval/{name}" for name in self.held_out if t.eval_every]
             made += [f"inference_eval/{x}" for x in self.with_metrics if t.infer_every]
-            if metric.rpartition("/")[0] in made:
-                what = f"the checkpoint with the {choose.__name__}imum {metric} is kept"
-            else:
-                what = f"none is kept by {metric}, because this run only makes {made}"
-            print(f"best     {what}")
+            if metric.rpartition("/")[0] not in made:
+                raise UserError(f"--train.keep_best {metric} is of none of {made}.")
+            print(f"best     the {choose.__name__}imum {metric}: its checkpoint is kept")
 
     def __call__(self, step: int, params: dict) -> bool:
         """Make the evaluations that are due and not in the log. Returns if any were."""
@@ -481,11 +479,10 @@ class Evaluations:
             if line["step"] in saved and not math.isnan(line.get(metric, math.nan))
         }
         if not values:
-            names = {name for line in self.log.lines for name in line if "_eval/" in name}
             group = metric.rpartition("/")[0] + "/"
-            if metric not in names and any(name.startswith(group) for name in names):
-                raise UserError(f"--train.keep_best {metric} is none of {sorted(names)}.")
-            tqdm.write(f"--train.keep_best: no checkpoint has {metric} of {names}")
+            made = {x for line in self.log.lines for x in line if x.startswith(group)}
+            if made and metric not in made:
+                raise UserError(f"--train.keep_best {metric} is none of {sorted(made)}.")
             return
         best = choose(reversed(values), key=values.get)  # of equal ones, the latest
         configs.write_file(self.checkpoints.folder / "best", str(best))
@@ -609,33 +606,48 @@ def parse(argv: list[str] | None = None) -> Options:
     1. --config, or else config.json of the run, or else the recipe tiny,
     2. network and vocabulary of --init_from, which a run with a checkpoint remembers,
     3. the other flags.
-
-    A run with a checkpoint then refuses every difference that is not in CHANGEABLE.
     """
     flags = configs.first_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
-    path = configs.to_path(run_dir)
-    resumes = any(path.glob("checkpoints/step_*/complete"))
-    stored, init_from = None, flags.init_from
-    # A run killed before its first checkpoint gives its settings, if no --config does.
-    alone = flags.run_dir and not flags.config and (path / "config.json").exists()
-    if resumes or alone:
-        stored, facts = configs.load_run_and_tasks(run_dir, flags.config)
-        init_from = init_from or facts["init_from"]
-    if resumes and init_from != facts["init_from"]:
+    resumes = any(configs.to_path(run_dir).glob("checkpoints/step_*/complete"))
+    if resumes:
+        return parse_resumed(flags, run_dir, argv)
+    return parse_new(flags, run_dir, argv)
+
+
+def parse_resumed(flags, run_dir: str, argv: list[str] | None) -> Options:
+    """Parse the flags of a run with a checkpoint. Refuse what is not in CHANGEABLE."""
+    stored, facts = configs.load_run_and_tasks(run_dir, flags.config)
+    cfg, init_from = stored, facts["init_from"]
+    if flags.init_from not in ("", init_from):
         raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
-    use_recipe = flags.config or not stored
-    cfg = configs.load_recipe(flags.config or "tiny") if use_recipe else stored
+    if flags.config:
+        cfg = configs.load_recipe(flags.config)
     if init_from:
-        origin = stored if resumes else configs.load_run(configs.run_of(init_from))[0]
-        cfg = configs.with_network_of(cfg, origin)
+        cfg = configs.with_network_of(cfg, stored)
     options = Options(cfg, flags.config, run_dir, init_from)
     options = configs.change_settings(options, argv)
-    if resumes:
-        configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
-    elif init_from:
-        wanted = configs.with_network_of(options.cfg, origin)
-        configs.refuse_differences(options.cfg, wanted, [], init_from)
+    configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
+    return options
+
+
+def parse_new(flags, run_dir: str, argv: list[str] | None) -> Options:
+    """Parse the flags of a new run. Refuse another network than that of --init_from."""
+    init_from, path = flags.init_from, configs.to_path(run_dir) / "config.json"
+    # A run killed before its first checkpoint gives its settings, if no --config does.
+    if flags.run_dir and not flags.config and path.exists():
+        cfg, facts = configs.load_run_and_tasks(run_dir)
+        init_from = init_from or facts["init_from"]
+    else:
+        cfg = configs.load_recipe(flags.config or "tiny")
+    if not init_from:
+        return configs.change_settings(Options(cfg, flags.config, run_dir), argv)
+    origin, _ = configs.load_run(configs.run_of(init_from))
+    cfg = configs.with_network_of(cfg, origin)
+    options = Options(cfg, flags.config, run_dir, init_from)
+    options = configs.change_settings(options, argv)
+    wanted = configs.with_network_of(options.cfg, origin)
+    configs.refuse_differences(options.cfg, wanted, [], init_from)
     return options
 
 

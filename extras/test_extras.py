@@ -754,7 +754,7 @@ class Letters:
 
 
 def test_a_recipe_may_bring_its_own_vocabulary(monkeypatch):
-    monkeypatch.setattr(configs, "VOCABULARY", [Letters()])
+    monkeypatch.setattr(configs, "VOCABULARY", Letters())
     tokenizer = data.load_tokenizer(BYTES)
     assert tokenizer.encode(["ab<extra_id_1>c"])[0].tolist() == [3, 4, 104, 5]
     assert tokenizer.decode([3, 4, 105, 999, 5, 1, 3]) == "ab<extra_id_0>c"
@@ -993,7 +993,9 @@ def test_scan_is_read_as_its_authors_publish_it(here):
     for split, actions in ("train", "I_RUN I_TURN_LEFT"), ("test", "I_WALK"):
         path = Path(f"SCAN/simple_split/tasks_{split}_simple.txt")
         path.write_text(f"IN: some command OUT: {actions}\n" * 20)
-    scan = f"data --config {HERE}/examples/scan.py --data.vocab bytes --model.vocab_size 384"
+    scan = (
+        f"data --config {HERE}/examples/scan.py --data.vocab bytes --model.vocab_size 384"
+    )
     assert "\n    some command\n" in run(scan) and "\n    RUN LEFT\n" in run(scan)
     assert "\n    WALK\n" in run(f"{scan} --data.task scan_simple_test")
 
