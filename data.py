@@ -388,11 +388,10 @@ def pad_batch(inputs: list, targets: list, *limits: int) -> Batch:
 
 # ---- batches ---------------------------------------------------------------------------
 # read_windows     documents of 1 to 16 million characters, in the order of the files
-# stream           their examples, shuffled, of which PART are made at once
+# stream           their examples, shuffled; PART of them are made at once
 # choose_examples  the next examples of all tasks by their rates, for PACKED rows
-# pack_rows        these examples packed into rows, which are shuffled
-# make_batches     batches of these rows, and the state from which a restart continues:
-#                  the Place of each task before the PACKED rows, and the next row
+# pack_rows        these examples, packed into rows, which are shuffled
+# make_batches     batches of rows, and the state from which a restart continues
 
 ORDER, NOISE, ROWS = range(3)  # uses of random bits: no two uses have equal keys
 FIRST_WINDOW = 1 << 20  # characters, few for a fast start; in mixtures even fewer
@@ -572,12 +571,10 @@ def batches_of_split(
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
     size, documents = cfg.train.batch_size, read_documents(files, task, cfg)
-    tokenized, wanted = [], cfg.train.eval_batches * size or None
-    while wanted is None or len(tokenized) < wanted:
+    tokenized, place, wanted = [], True, cfg.train.eval_batches * size or None
+    while place and (wanted is None or len(tokenized) < wanted):
         more, place = read_window(documents, 1 << 18, task, tokenizer, cfg)
         tokenized += more
-        if place is None:
-            break
     key = cfg.train.seed, zlib.crc32(name.encode()), NOISE
     examples = make_examples(tokenized[:wanted], task, tokenizer, cfg, *key)
     limits = cfg.data.inputs_length, cfg.data.targets_length
@@ -586,7 +583,6 @@ def batches_of_split(
 
 
 def encode_pair(document: dict, task: Task, tokenizer: Tokenizer, cfg: Config):
-    """Return the ids (inputs, targets) of a document with these fields."""
     task = task._replace(objective=pairs)
     return make_examples(tokenize([document], task, tokenizer), task, tokenizer, cfg)[0]
 

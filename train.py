@@ -559,7 +559,10 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
     print(f"model    {model.describe_model(cfg)}")
     kind = mesh.devices.flat[0].device_kind
     forms = model.chosen_forms(cfg.model)
-    print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}, {forms}")
+    print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
+    replaced = [f"{name} ({form})" for name, form in forms.items() if form != "xla"]
+    if replaced:
+        print(f"extras   compute instead of model.py: {', '.join(replaced)}")
     print(f"start    step {step:,}, {folder or 'random weights'}")
     tokenizer = partition.main_process_first(
         lambda: open_tokenizer(cfg, run_dir, bool(resumed), init_from)
