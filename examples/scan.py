@@ -1,14 +1,21 @@
 """SCAN (Lake and Baroni 2018): commands become sequences of actions, from scratch.
 
-"jump twice and turn left" becomes "JUMP JUMP LEFT". On two CPU cores, this takes 7 minutes:
+"jump twice and turn left" becomes "JUMP JUMP LEFT". On two CPU cores, this takes 6 minutes:
 
     git clone https://github.com/brendenlake/SCAN
     python train.py --config examples/scan.py
 
-The other splits test how a network generalizes to longer actions, and to new combinations:
+The other splits test how a network generalizes: to longer actions, and to a verb that it
+has only seen alone. To train on `length` (and so on `jump`), add
 
-    python train.py --config examples/scan.py --run_dir runs/length \
-        --data.task scan_length --data.eval_tasks scan_length_test
+    --run_dir runs/length --data.task scan_length --data.eval_tasks scan_length_test
+
+Test examples of which all actions are right, in percent, after one run of 2,000 steps:
+
+             plain T5   best network of the paper
+    simple       99.8                        99.8
+    length        1.7                        20.8
+    jump          0.1                         1.2
 """
 
 import re
