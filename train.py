@@ -432,7 +432,7 @@ class Evaluations:
             made = [f"training_eval/{name}" for name in self.held_out if t.eval_every]
             made += [f"inference_eval/{x}" for x in self.with_metrics if t.infer_every]
             if metric.rpartition("/")[0] not in made:
-                raise UserError(f"--train.keep_best {metric} is of none of {made}.")
+                raise UserError(f"--train.keep_best {metric}: this run evaluates {made}.")
             print(f"best     the {choose.__name__}imum {metric}: its checkpoint is kept")
 
     def __call__(self, step: int, params: dict) -> bool:
