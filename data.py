@@ -403,16 +403,16 @@ PACKED = 512  # rows that are packed together
 class Place(NamedTuple):
     """Where a task is, in a window of its source.
 
-    If its windows have three documents of one file, in the order d2 d3 d1, the places are
-    Place(used=1, count=1) after d2 (a restart reads all three again, and skips d2),
-    Place(window=1, number=3, count=3) at the next one, after document 3 of file 0,
+    If its windows have three records of one file, in the order r2 r3 r1, the places are
+    Place(used=1, count=1) after r2 (a restart reads all three again, and skips r2),
+    Place(window=1, record=3, count=3) at the next one, after record 3 of file 0,
     and Place(1, count=9) at the next epoch, if there are three windows.
     """
 
     epoch: int = 0
     window: int = 0  # how many windows of the epoch come before this one
-    file: int = 0  # The window begins after the record `number` of this file.
-    number: int = 0
+    file: int = 0  # The window begins after the record `record` of this file.
+    record: int = 0
     used: int = 0  # examples of the window so far
     count: int = 0  # examples of the task so far
 
@@ -420,7 +420,7 @@ class Place(NamedTuple):
 def read_windows(task, files, tokenizer, cfg, size: int, place: Place) -> Iterator:
     """Yield (tokenized documents of a window, the Place of the next window)."""
     while True:
-        epoch, start = place.epoch, (place.file, place.number)
+        epoch, start = place.epoch, (place.file, place.record)
         documents = read_documents(files, task, cfg, start)
         while place.epoch == epoch:
             characters = size << (DOUBLINGS if epoch else min(place.window, DOUBLINGS))
@@ -445,13 +445,13 @@ def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iter
 def stream(name, task, tokenizer, cfg, windows: Iterator, place: Place) -> Iterator:
     """Yield (example, Place after it) of a task, shuffled; (None, Place) ends an epoch.
 
-    windows: those of read_windows. A restart makes the last PART again, with the same
-    noise, and skips its used examples.
+    windows: those of read_windows. A restart after 300 examples of a window makes those
+    from 256 to 511 again, because a PART shares its noise, and skips the first 44.
     """
     for documents, end in windows:
         # Each window has random bits of its own.
         key = cfg.train.seed, zlib.crc32(name.encode())
-        key += place.epoch, place.window, place.file, place.number
+        key += place.epoch, place.window, place.file, place.record
         order = np.argsort(random_bits(len(documents), *key, ORDER), kind="stable")
         for start in range(place.used - place.used % PART, len(documents), PART):
             part = [documents[i] for i in order[start : start + PART]]
@@ -504,8 +504,8 @@ class Batches:
         """Take the next examples of all tasks, until they fill PACKED rows."""
         names, rates = [*self.rates], np.array([*self.rates.values()])
         counts = np.array([self.places[name].count for name in names])
-        # The next example is of the task that is farthest behind its rate. The fractions
-        # differ, so that tasks of equal rates take turns.
+        # The next example is of the task that is farthest behind its rate: rates of 3 and
+        # 1 give a a a b a a a b. The fractions let tasks of equal rates take turns.
         phase = (np.arange(len(names)) + 0.5) / len(names)
         packs = self.cfg.data.pack
         examples, filled = [], [0, 0]  # filled: rows that all inputs and all targets need
@@ -571,9 +571,9 @@ def batches_of_split(
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
     size, documents = cfg.train.batch_size, read_documents(files, task, cfg)
-    tokenized, place, wanted = [], True, cfg.train.eval_batches * size or None
-    while place and (wanted is None or len(tokenized) < wanted):
-        more, place = read_window(documents, 1 << 18, task, tokenizer, cfg)
+    tokenized, unread, wanted = [], True, cfg.train.eval_batches * size or None
+    while unread and (wanted is None or len(tokenized) < wanted):
+        more, unread = read_window(documents, 1 << 18, task, tokenizer, cfg)
         tokenized += more
     key = cfg.train.seed, zlib.crc32(name.encode()), NOISE
     examples = make_examples(tokenized[:wanted], task, tokenizer, cfg, *key)
@@ -737,16 +737,16 @@ def texts_of(document: dict, task: Task) -> list:
 
 
 def read_window(documents: Iterator, characters: int, task, tokenizer, cfg):
-    """Read and tokenize so many characters: (documents, place, or None at the end)."""
-    window, place = [], None
-    for of_record, place, size in documents:
+    """Return documents of so many characters, and their end (file, record), or None."""
+    window, end = [], None
+    for of_record, end, size in documents:
         window += of_record
         characters -= size
         if characters <= 0:
             break
     else:
-        place = None
-    return cut_documents(tokenize(window, task, tokenizer), task, cfg.data), place
+        end = None
+    return cut_documents(tokenize(window, task, tokenizer), task, cfg.data), end
 
 
 def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:

@@ -68,13 +68,13 @@ def init_cache(params: dict, encoded: Array, length: int, cfg: ModelConfig, beam
     fixed is what all steps share: weights, keys and values of cross-attention, and bias.
     """
     stack, cache, fixed = params["decoder"], [], []
-    table = model.param_table(cfg)["decoder"]["layers"]
+    layers = model.param_table(cfg)["decoder"]["layers"]
     for i in range(cfg.num_decoder_layers):
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
         w = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
-        w = model.gather_weights(table, w)
-        biases = model.relative_biases(stack, w["self_attention"], cfg)
-        bias = model.position_bias(biases, length, length, False, cfg)
+        w = model.gather_weights(layers, w)
+        table = model.bias_table(stack, w["self_attention"], cfg)
+        bias = model.position_bias(table, length, length, False, cfg)
         cross = model.keys_values(w["cross_attention"], encoded, cfg)
         B, H, _, C = cross[0].shape
         empty = jnp.zeros((B, H, length * beams, C), encoded.dtype)
@@ -539,7 +539,11 @@ def job_digest(options: "Options", step: int, tokenizer) -> str:
 
 
 def skip_answered(file, lines: Iterator[tuple[dict, Example]], window: int) -> tuple:
-    """Cut an unfinished file after a window. Returns (lines that it has, other lines)."""
+    """Cut an unfinished file after a window. Returns (lines that it has, other lines).
+
+    A window that is not complete is computed again: in another batch, the last digits of
+    scores would change.
+    """
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails beside an equal command
     file.seek(0)
     done, size, again = 0, 0, []
@@ -548,7 +552,7 @@ def skip_answered(file, lines: Iterator[tuple[dict, Example]], window: int) -> t
         old, new = json.loads(text), json.loads(to_json(again[-1][0]))
         if any(old.get(side) != new.get(side) for side in ("inputs", "targets")):
             raise UserError(f"{file.name} was begun with other inputs: remove it.")
-        if count % window == 0:  # Other batches would change the last digits of scores.
+        if count % window == 0:
             done, size, again = count, file.tell(), []
     file.truncate(size)
     return done, itertools.chain(again, lines)

@@ -136,7 +136,10 @@ def compute_dtype(cfg: ModelConfig) -> jnp.dtype:
 
 
 def rms_norm(x: Array, scale: Array) -> Array:
-    """Divide each vector by its root mean square, and multiply by a learned scale [D]."""
+    """Divide vectors by their root mean square, and multiply by a learned scale [D].
+
+    Zhang and Sennrich 2019. T5 subtracts no mean and adds no bias.
+    """
     x32 = x.astype(jnp.float32)
     y = x32 * lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + 1e-6)
     return y.astype(x.dtype) * scale.astype(x.dtype)
@@ -188,24 +191,24 @@ def relative_bucket(
     return offset + np.where(distance < exact, distance, logarithmic)
 
 
-def relative_biases(stack: dict, w: dict, cfg: ModelConfig) -> Array:
-    """Return the biases [H, R] of a layer: its own in UMT5, else those of its stack."""
+def bias_table(stack: dict, w: dict, cfg: ModelConfig) -> Array:
+    """Return the position biases [H, R] of a layer: its own in UMT5, else its stack's."""
     return (w if cfg.layer_biases else stack)["relative_bias"]
 
 
 def position_bias(
-    biases: Array, queries: int, keys: int, bidirectional: bool, cfg: ModelConfig
+    table: Array, queries: int, keys: int, bidirectional: bool, cfg: ModelConfig
 ) -> Array:
     """Return the bias [H, Q, K] that is added to the attention scores.
 
-    biases [H, R]: the learned bias of each head and bucket. The lookup is a matmul with
+    table [H, R]: the learned bias of each head and bucket. The lookup is a matmul with
     one-hot vectors, because the gradient of a matmul is fast. Each layer computes the
     bias again, so that the devices sum only the gradient of the few biases.
     """
     distance = np.arange(keys) - np.arange(queries)[:, None]
     bucket = relative_bucket(distance, bidirectional, cfg)
     one_hot = jax.nn.one_hot(bucket, cfg.relative_buckets, axis=0, dtype=jnp.float32)
-    return jnp.einsum("hr,rqk->hqk", biases.astype(jnp.float32), one_hot)
+    return jnp.einsum("hr,rqk->hqk", table.astype(jnp.float32), one_hot)
 
 
 def attention_mask(
@@ -281,7 +284,7 @@ def mlp(w: dict, x: Array, cfg: ModelConfig, rng: Array | None = None) -> Array:
     x = rms_norm(x, w["norm"])
     activation = ACTIVATIONS[cfg.activation.removeprefix("gated_")]
     up = dense(x, w["up"])
-    # T5 1.0 has no gate.
+    # T5 1.1 has a gate (Shazeer 2020), T5 1.0 has none.
     hidden = activation(dense(x, w["gate"])) * up if "gate" in w else activation(up)
     hidden = dropout(shard(hidden, "batch", None, "mlp"), cfg.dropout, rng_hidden)
     out = dense(hidden, w["down"])
@@ -316,9 +319,9 @@ def encode(
     mask = attention_mask(segments, segments)
 
     def layer(w, x, rng):
-        biases = relative_biases(params["encoder"], w["attention"], cfg)
+        table = bias_table(params["encoder"], w["attention"], cfg)
         attend = functools.partial(
-            attend_on_mesh, mask=mask, cfg=cfg, biases=biases, bidirectional=True
+            attend_on_mesh, mask=mask, cfg=cfg, table=table, bidirectional=True
         )
         return encoder_layer(w, x, attend, cfg, rng)
 
@@ -360,8 +363,8 @@ def decode(params: dict, batch, encoded: Array, cfg: ModelConfig, rng=None) -> A
     cross_attend = functools.partial(attend_on_mesh, mask=cross_mask, cfg=cfg)
 
     def layer(w, x, rng):
-        biases = relative_biases(params["decoder"], w["self_attention"], cfg)
-        attend = functools.partial(attend_on_mesh, mask=mask, cfg=cfg, biases=biases)
+        table = bias_table(params["decoder"], w["self_attention"], cfg)
+        attend = functools.partial(attend_on_mesh, mask=mask, cfg=cfg, table=table)
         cross_kv = keys_values(w["cross_attention"], encoded, cfg)
         return decoder_layer(w, x, cross_kv, attend, cross_attend, cfg, rng)
 
@@ -418,7 +421,7 @@ def cross_entropy(
     # A sum, unlike a lookup, can be split over the vocabulary.
     target_logit = jnp.sum(jax.nn.one_hot(targets, V) * logits, axis=-1)
     loss = log_z - (on - off) * target_logit - off * jnp.sum(logits, axis=-1) - entropy
-    # The maximum is computed anyway. An argmax would need another pass over the logits.
+    # An argmax would need another pass over the logits.
     is_largest = target_logit == jnp.max(logits, axis=-1)
     # If all logits are equal, the target has the probability 1 / V, and nothing is right.
     are_equal = target_logit - log_z < 1e-3 - math.log(V)
@@ -426,13 +429,13 @@ def cross_entropy(
 
 
 def loss_sums(
-    output: dict, x: Array, targets: Array, weight: Array, cfg: Config
+    unembedding: dict, x: Array, targets: Array, weight: Array, cfg: Config
 ) -> tuple[Array, dict]:
     """Return the training loss and a dict of sums over the target tokens.
 
-    output: a dict with the output matrix. x [B, T, D]: the output of the decoder.
+    unembedding: a dict with the output matrix. x [B, T, D]: the output of the decoder.
     """
-    logits = compute_logits(output, x, cfg.model)
+    logits = compute_logits(unembedding, x, cfg.model)
     losses = cross_entropy(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
     names = "cross_ent_loss", "z_loss", "accuracy"
     sums = {name: jnp.sum(loss * weight) for name, loss in zip(names, losses)}
@@ -445,12 +448,12 @@ def target_sums(
 ) -> tuple[Array, dict]:
     """Compute loss_sums, in chunks if --model.loss says so."""
     name = "embed" if cfg.model.tied else "unembed"
-    output = {name: params[name]}
+    unembedding = {name: params[name]}
     if chosen_forms(cfg.model)["loss"] == "chunked":
         from extras import chunked_loss
 
-        return chunked_loss.chunked_sums(output, x, targets, weight, cfg)
-    return loss_sums(output, x, targets, weight, cfg)
+        return chunked_loss.chunked_sums(unembedding, x, targets, weight, cfg)
+    return loss_sums(unembedding, x, targets, weight, cfg)
 
 
 def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
@@ -499,11 +502,11 @@ def dense(x: Array, w: Array) -> Array:
 
 
 def attend_on_mesh(
-    q, k, v, mask, cfg: ModelConfig, biases=None, bidirectional: bool = False
+    q, k, v, mask, cfg: ModelConfig, table=None, bidirectional: bool = False
 ) -> Array:
     """Let each device attend for its own rows and heads, without communication.
 
-    biases [H, R]: the relative biases, or None in cross-attention.
+    table [H, R]: the position biases, or None in cross-attention.
     """
     attend = dot_product_attention
     if chosen_forms(cfg)["attention"] == "kernel":
@@ -511,16 +514,16 @@ def attend_on_mesh(
 
         attend = attention_kernel.attend  # the same result, faster
 
-    def local(q, k, v, mask, biases):
+    def local(q, k, v, mask, table):
         bias = None
-        if biases is not None:
-            bias = position_bias(biases, q.shape[2], k.shape[2], bidirectional, cfg)
+        if table is not None:
+            bias = position_bias(table, q.shape[2], k.shape[2], bidirectional, cfg)
         return attend(q, k, v, mask, bias)
 
     heads = spec(("batch", "heads"))
     in_specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
     sharded = jax.shard_map(local, in_specs=in_specs, out_specs=heads, check_vma=False)
-    return sharded(q, k, v, mask, biases)
+    return sharded(q, k, v, mask, table)
 
 
 # What the forward pass saves for the backward pass, which recomputes everything else. The

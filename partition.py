@@ -290,8 +290,8 @@ def read_head(folder: Path) -> tuple[dict[str, list], Any]:
             raise damaged(path)
         head = msgpack.unpackb(head)
         for header in head["shards"]:
-            place = {"file": path, "offset": unpacker.tell() + header["offset"]}
-            headers.setdefault(header["name"], []).append(header | place)
+            where = {"file": path, "offset": unpacker.tell() + header["offset"]}
+            headers.setdefault(header["name"], []).append(header | where)
     return headers, json.loads(head["state"])  # which all files have
 
 

@@ -567,8 +567,8 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
     tokenizer = partition.main_process_first(
         lambda: open_tokenizer(cfg, run_dir, bool(resumed), init_from)
     )
-    place = partition.read_state(resumed) if resumed else None
-    batches = data.Batches(cfg, tokenizer, place)
+    data_state = partition.read_state(resumed) if resumed else None
+    batches = data.Batches(cfg, tokenizer, data_state)
     partition.check_same((tokenizer.sha256, batches.files))
     if partition.is_main_process():
         facts = {"vocabulary": tokenizer.sha256, "init_from": init_from}

@@ -30,7 +30,7 @@ def split_targets(*arrays: Array) -> list[Array]:
     return [a.reshape(B, n, T // n, *a.shape[2:]).swapaxes(0, 1) for a in arrays]
 
 
-def on_each_device(compute, out_specs: tuple, output, x, targets, weight, cfg):
+def on_each_device(compute, out_specs: tuple, unembedding, x, targets, weight, cfg):
     """Let each device compute for its own rows."""
     rows = P("data")
     local = jax.shard_map(
@@ -40,60 +40,60 @@ def on_each_device(compute, out_specs: tuple, output, x, targets, weight, cfg):
         axis_names={"data"},
         check_vma=False,
     )
-    return local(output, x, targets, weight)
+    return local(unembedding, x, targets, weight)
 
 
-def part_sums(output, x, targets, weight, cfg):
+def part_sums(unembedding, x, targets, weight, cfg):
     """Return the sums of model.loss_sums alone, for evaluation."""
 
     def sums_of_part(part):
-        return model.loss_sums(output, *part, cfg)[1]
+        return model.loss_sums(unembedding, *part, cfg)[1]
 
     sums = lax.map(sums_of_part, split_targets(x, targets, weight))
     return (lax.psum(jax.tree.map(lambda a: a.sum(0), sums), "data"),)
 
 
-def part_gradients(output, x, targets, weight, cfg):
+def part_gradients(unembedding, x, targets, weight, cfg):
     """Return the sums of model.loss_sums and the gradients of its total.
 
-    Each device does this for its own rows. The gradients are those of output and x.
+    Each device does this for its own rows. The gradients are those of unembedding and x.
     """
 
-    def total(output, x, targets, weight):
-        return model.loss_sums(output, x, targets, weight, cfg)
+    def total(unembedding, x, targets, weight):
+        return model.loss_sums(unembedding, x, targets, weight, cfg)
 
     def step(carry, part):
         gradients = jax.value_and_grad(total, (0, 1), has_aux=True)
-        (_, sums), (d_output, d_x) = gradients(output, *part)
-        return jax.tree.map(jnp.add, carry, (sums, d_output)), d_x
+        (_, sums), (d_unembedding, d_x) = gradients(unembedding, *part)
+        return jax.tree.map(jnp.add, carry, (sums, d_unembedding)), d_x
 
     parts = split_targets(x, targets, weight)
     first = jax.tree.map(lambda a: a[0], parts)
-    sums = jax.eval_shape(total, output, *first)[1]
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (sums, output))
-    (sums, d_output), d_x = lax.scan(step, zeros, parts)
-    return *lax.psum((sums, d_output), "data"), d_x.swapaxes(0, 1).reshape(x.shape)
+    sums = jax.eval_shape(total, unembedding, *first)[1]
+    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (sums, unembedding))
+    (sums, d_unembedding), d_x = lax.scan(step, zeros, parts)
+    return *lax.psum((sums, d_unembedding), "data"), d_x.swapaxes(0, 1).reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def chunked_sums(
-    output: dict, x: Array, targets: Array, weight: Array, cfg: Config
+    unembedding: dict, x: Array, targets: Array, weight: Array, cfg: Config
 ) -> tuple[Array, dict]:
     """Compute what model.loss_sums computes. Only the total loss has a gradient."""
-    sums = on_each_device(part_sums, (P(),), output, x, targets, weight, cfg)[0]
+    sums = on_each_device(part_sums, (P(),), unembedding, x, targets, weight, cfg)[0]
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 
 
-def forward(output, x, targets, weight, cfg):
+def forward(unembedding, x, targets, weight, cfg):
     specs = P(), P(), P("data")
-    args = output, x, targets, weight, cfg
-    sums, d_output, d_x = on_each_device(part_gradients, specs, *args)
-    return (sums["cross_ent_loss"] + sums["z_loss"], sums), (d_output, d_x)
+    args = unembedding, x, targets, weight, cfg
+    sums, d_unembedding, d_x = on_each_device(part_gradients, specs, *args)
+    return (sums["cross_ent_loss"] + sums["z_loss"], sums), (d_unembedding, d_x)
 
 
 def backward(cfg, saved, d_result):
-    d_output, d_x = jax.tree.map(lambda d: d * d_result[0].astype(d.dtype), saved)
-    return d_output, d_x, None, None
+    d_unembedding, d_x = jax.tree.map(lambda d: d * d_result[0].astype(d.dtype), saved)
+    return d_unembedding, d_x, None, None
 
 
 chunked_sums.defvjp(forward, backward)
