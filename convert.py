@@ -418,9 +418,9 @@ def hf_config(cfg: ModelConfig) -> dict[str, Any]:
 def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndarray]:
     """Leave one copy of the embedding, and an output layer only if the model is untied.
 
-    A tied model of plain T5 scales its logits by d_model^-0.5, an untied one does not.
-    tie_word_embeddings means the same in version 4 of transformers. In version 5, whose
-    rule counts, it is only the scale (not of mT5), which scale_decoder_outputs overrides.
+    A tied model of plain T5 scales its logits by d_model^-0.5, an untied one does not. In
+    transformers 4, tie_word_embeddings means both. In version 5, which counts here, it is
+    the scale alone (mT5 never scales), unless scale_decoder_outputs says otherwise.
     """
     copies = [f"{stack}embed_tokens.weight" for stack in ("encoder.", "decoder.")]
     # T5 1.0 was published with a table that its cross-attention does not use.
