@@ -297,11 +297,11 @@ def first_flags(argv: list[str] | None) -> argparse.Namespace:
 def parse(kind: type, argv: list[str] | None = None):
     """Parse the flags of a command: the fields of `kind`, a subclass of Options.
 
-    The settings are those of the run, if there is one, else of --config. Flags then
+    The settings are those of --run_dir, if it is given, else of --config. Flags then
     change single settings.
     """
     flags = first_flags(argv)
-    if flags.run_dir and (to_path(flags.run_dir) / "config.json").exists():
+    if flags.run_dir:
         base, _ = load_run_and_tasks(flags.run_dir, flags.config)
     else:
         base = load_recipe(flags.config or "tiny")
