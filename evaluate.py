@@ -220,8 +220,8 @@ def answer_choices(name: str, task: data.Task, number: int, example: dict) -> li
     if target not in simple or len(set(simple)) < len(simple):
         raise UserError(
             f"Example {number + 1} of {name}: the target {example['targets']!r} must be "
-            f"one of its choices, and these must differ. The field answer_choices, or "
-            f"those of the task, are {texts}."
+            f"one of its choices, and these must differ. Its choices, of the field "
+            f"answer_choices or of the task, are {texts}."
         )
     choices = []
     for i, text in enumerate(texts):

@@ -418,7 +418,7 @@ def cross_entropy(
     on, off = 1 - label_smoothing, label_smoothing / (V - 1)
     entropy = -(on * math.log(on) + (V - 1) * off * math.log(off + 1e-20))
     log_z = jax.nn.logsumexp(logits, axis=-1)
-    # A sum, unlike a lookup, can be split over the vocabulary.
+    # The gradient of a lookup would be a scatter, that of this sum is a product.
     target_logit = jnp.sum(jax.nn.one_hot(targets, V) * logits, axis=-1)
     loss = log_z - (on - off) * target_logit - off * jnp.sum(logits, axis=-1) - entropy
     # An argmax would need another pass over the logits.

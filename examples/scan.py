@@ -1,4 +1,4 @@
-"""SCAN (Lake and Baroni 2018): commands become sequences of actions, from scratch.
+r"""SCAN (Lake and Baroni 2018): commands become sequences of actions, from scratch.
 
 "jump twice and turn left" becomes "JUMP JUMP LEFT". On two CPU cores, this takes 6 minutes:
 
@@ -6,9 +6,11 @@
     python train.py --config examples/scan.py
 
 The other splits test how a network generalizes: to longer actions, and to a verb that it
-has only seen alone. To train on `length` (and so on `jump`), add
+has only seen alone, for which the vocabulary must be that of the first run. Add
 
     --run_dir runs/length --data.task scan_length --data.eval_tasks scan_length_test
+    --run_dir runs/jump --data.task scan_jump --data.eval_tasks scan_jump_test \
+        --data.vocab runs/scan/spiece.model
 
 Test examples of which all actions are right, in percent, after one run of 2,000 steps:
 
