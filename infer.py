@@ -135,10 +135,10 @@ def start_outputs(B: int, N: int, T: int) -> Outputs:
     return Outputs(jnp.zeros((B, N, T), jnp.int32), zeros, zeros > 0)
 
 
-def append_ids(state: Outputs, log_probs: Array, at, *, decode, numbers, seed) -> Outputs:
+def append_ids(state: Outputs, log_probs: Array, at, *, decode, rngs) -> Outputs:
     """Append the most probable id, or a random one, by the log_probs [B, N, V]."""
     if decode.samples:
-        ids = sample(log_probs, at, decode, numbers, seed)
+        ids = sample(log_probs, at, decode, rngs)
     else:
         ids = jnp.argmax(log_probs, axis=-1)
     ids = jnp.where(state.done, data.PAD, ids).astype(jnp.int32)
@@ -156,25 +156,27 @@ def sorted_outputs(state: Outputs) -> tuple[Array, Array]:
     return take(state.ids, order), take(state.scores, order)
 
 
-def take(array: Array, numbers: Array) -> Array:
-    """Select outputs of each example: array [B, N, ...], numbers [B, M]."""
-    return jax.vmap(lambda outputs, chosen: outputs[chosen])(array, numbers)
+def take(array: Array, indices: Array) -> Array:
+    """Select outputs of each example: array [B, N, ...], indices [B, M]."""
+    return jax.vmap(lambda outputs, chosen: outputs[chosen])(array, indices)
 
 
-def sample(log_probs: Array, at, decode: DecodeConfig, numbers: Array, seed) -> Array:
-    """Draw an id for each output. It depends on the example, but not on its batch."""
+def output_rngs(seed: int, numbers: Array, N: int) -> Array:
+    """Return a random key for each output [B, N], which does not depend on its batch."""
+    fold_in = jax.vmap(jax.random.fold_in, (None, 0))
+    rngs = fold_in(jax.random.key(seed), numbers)
+    return jax.vmap(fold_in, (0, None))(rngs, jnp.arange(N))
+
+
+def sample(log_probs: Array, at, decode: DecodeConfig, rngs: Array) -> Array:
+    """Draw the id of position `at` for each output, with its random key [B, N]."""
     logits = log_probs / max(decode.temperature or 1.0, 1e-4)
     logits = filter_logits(logits, decode.top_k, decode.top_p)
 
-    def draw(number, n, logits):
-        rng = jax.random.key(seed)
-        for value in (number, n, at):
-            rng = jax.random.fold_in(rng, value)
-        return jax.random.categorical(rng, logits)
+    def draw(rng, logits):
+        return jax.random.categorical(jax.random.fold_in(rng, at), logits)
 
-    outputs = jnp.arange(logits.shape[1], dtype=jnp.uint32)
-    draw = jax.vmap(jax.vmap(draw, (None, 0, 0)), (0, None, 0))
-    return draw(numbers, outputs, logits)
+    return jax.vmap(jax.vmap(draw))(rngs, logits)
 
 
 def filter_logits(logits: Array, top_k: int, top_p: float) -> Array:
@@ -290,7 +292,7 @@ def generate(
     """Return (ids [B, N, length], scores [B, N]) for inputs [B, S], best output first.
 
     N is decode.beams, or decode.num_return samples, or one greedy output. The ids are 0
-    after EOS. numbers: that of each example [B], on which its random samples depend.
+    after EOS. numbers [B]: with them and the seed, the samples of examples are drawn.
     out_shardings=P() gives the complete results to every process.
     """
     B = len(inputs)
@@ -300,8 +302,9 @@ def generate(
     else:
         N = decode.num_return if decode.samples else 1
         numbers = jnp.zeros(B, jnp.uint32) if numbers is None else numbers
+        rngs = output_rngs(seed, numbers, N)
         state, result = start_outputs(B, N, length), sorted_outputs
-        extend = functools.partial(append_ids, decode=decode, numbers=numbers, seed=seed)
+        extend = functools.partial(append_ids, decode=decode, rngs=rngs)
     encoded = model.encode(params, inputs, input_segments, cfg)
     cache, fixed = init_cache(params, encoded, length, cfg, N)
 

@@ -2037,7 +2037,7 @@ def test_the_search_goes_on_while_a_live_beam_can_win():
 def test_an_ended_output_is_padded_and_outputs_are_sorted_by_score():
     state = infer.start_outputs(2, 1, 3)
     log_probs = jnp.log(jnp.array([[[0.1, 0.6, 0.3]], [[0.2, 0.3, 0.5]]]))
-    options = dict(decode=DecodeConfig(), numbers=None, seed=0)
+    options = dict(decode=DecodeConfig(), rngs=None)
     for at in range(2):
         state = infer.append_ids(state, log_probs, at, **options)
     assert state.ids[:, 0].tolist() == [[1, 0, 0], [2, 2, 0]]
@@ -2076,7 +2076,8 @@ def test_samples_have_the_distribution_of_the_model(options):
     expected = np.zeros(12)
     expected[kept] = share[kept] / share[kept].sum()
     decode = DecodeConfig(temperature=0.7, num_return=500, **options)
-    ids = infer.sample(log_probs, 0, decode, jnp.arange(8), 5)
+    rngs = infer.output_rngs(5, jnp.arange(8), 500)
+    ids = infer.sample(log_probs, 0, decode, rngs)
     counts = np.bincount(np.ravel(ids), minlength=12) / ids.size
     assert abs(counts - expected).max() < 0.03 and not counts[expected == 0].any()
 
@@ -2085,7 +2086,8 @@ def test_samples_depend_on_the_example_the_sample_the_position_and_the_seed():
     log_probs, decode = jnp.zeros((3, 2, 500)), DecodeConfig(temperature=1.0)
 
     def draw(rows, at=0, seed=0):
-        return infer.sample(log_probs, at, decode, jnp.array(rows), seed)
+        rngs = infer.output_rngs(seed, jnp.array(rows), 2)
+        return infer.sample(log_probs, at, decode, rngs)
 
     first = draw([7, 8, 9])
     assert_equal(draw([9, 7, 8]), first[jnp.array([2, 0, 1])])
