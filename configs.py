@@ -60,7 +60,7 @@ class ModelConfig:
     remat: Literal["dots", "none", "full"] = "dots"
     # xla is the code of model.py; auto is extras/attention_kernel.py on a TPU, else xla
     attention: Literal["auto", "xla", "kernel"] = "auto"
-    # auto is extras/chunked_loss.py where the logits need much memory, else xla
+    # auto is extras/chunked_loss.py on a TPU and for large vocabularies, else xla
     loss: Literal["auto", "xla", "chunked"] = "auto"
 
 
@@ -96,7 +96,7 @@ class TrainConfig:
     optimizer: Literal["adafactor", "adamw"] = "adafactor"
     learning_rate: float = 1.0  # base rate; Adafactor's is relative to the weights
     schedule: str = "constant * rsqrt_decay"  # factors listed in train.learning_rate
-    warmup_steps: int = 10_000  # steps of linear_warmup, or before rsqrt_decay begins
+    warmup_steps: int = 10_000  # steps of linear_warmup, or before a decay begins
     schedule_offset: int = 0  # steps that the schedule does not count
     decay_factor: float = 0.5  # factor of decay_every, or slope of linear_decay
     steps_per_decay: int = 20_000  # period of decay_every
@@ -107,7 +107,7 @@ class TrainConfig:
     loss_divisor: float | None = None  # None: the number of target tokens of the batch
     log_every: int = 10  # steps between lines of metrics
     eval_every: int = 1000  # steps between computations of the held-out loss
-    eval_batches: int = 20  # batches of a held-out loss; 0 means all held-out examples
+    eval_batches: int = 20  # held-out batches for losses and metrics; 0 means all
     infer_every: int = 0  # steps between evaluations of generated text
     save_every: int = 1000  # steps between checkpoints
     keep: int = 3  # newest checkpoints to keep; 0 means all
@@ -152,7 +152,7 @@ class MeshConfig:
     """The distribution over the devices."""
 
     model: int = 1  # devices that share each matrix (tensor parallelism)
-    fsdp: bool = False  # whether the copies share the storage of weights and optimizer
+    fsdp: bool = False  # whether weights and optimizer state are split over "data", too
 
 
 @dataclass(frozen=True)
@@ -253,12 +253,12 @@ def load_recipe(name: str) -> Config:
             raise UserError(f"There is no recipe {name}, but {', '.join(recipes)}.")
         return t5_tasks.RECIPES[name]
     sys.path.insert(0, str(Path(name).resolve().parent))  # It may import its neighbors.
-    program = {"__name__": "recipe", "__file__": name}
-    exec(compile(to_path(name).read_text(), name, "exec"), program)
+    namespace = {"__name__": "recipe", "__file__": name}
+    exec(compile(to_path(name).read_text(), name, "exec"), namespace)
     for table in ("TASKS", "MIXTURES", "METRICS"):
-        globals()[table].update(program.get(table, {}))
-    globals()["VOCABULARY"] = program.get("VOCABULARY", VOCABULARY)
-    return program["CONFIG"]
+        globals()[table].update(namespace.get(table, {}))
+    globals()["VOCABULARY"] = namespace.get("VOCABULARY", VOCABULARY)
+    return namespace["CONFIG"]
 
 
 # ---- the command line ------------------------------------------------------------------
@@ -317,7 +317,7 @@ def change_settings(options: Options, argv: list[str] | None) -> Options:
         use_underscores=True,
         description=sys.modules[type(options).__module__].__doc__,
     )
-    for name, value in flat(changed.cfg).items():
+    for name, value in flat_settings(changed.cfg).items():
         low, high = int(name in AT_LEAST_1), AT_MOST.get(name, math.inf)
         if isinstance(value, int | float) and not low <= value <= high:
             raise UserError(f"--{name} {value} is out of range.")
@@ -334,7 +334,7 @@ CHANGEABLE = (
 ).split()
 
 
-def flat(cfg: Config) -> dict:
+def flat_settings(cfg: Config) -> dict:
     """Return all settings as one dict, such as {"model.d_model": 512, ...}."""
     return {
         f"{section}.{name}": value
@@ -343,22 +343,22 @@ def flat(cfg: Config) -> dict:
     }
 
 
-def refuse_differences(cfg: Config, other: Config, free: list[str], what: str) -> None:
-    """Stop if two Configs differ in a setting that is not free."""
-    old = flat(other)
+def refuse_differences(cfg: Config, other: Config, may_differ: list, owner: str) -> None:
+    """Stop if two Configs differ in a setting other than those of may_differ."""
+    old = flat_settings(other)
     different = [
         f"--{name} {old[name]} (not {value})"
-        for name, value in flat(cfg).items()
-        if value != old[name] and not {name, name.split(".")[0]} & set(free)
+        for name, value in flat_settings(cfg).items()
+        if value != old[name] and not {name, name.split(".")[0]} & set(may_differ)
     ]
     if different:
-        raise UserError(f"{what} has {', '.join(different)}: others need another run.")
+        raise UserError(f"{owner} has {', '.join(different)}: others need another run.")
 
 
 def with_network_of(cfg: Config, origin: Config) -> Config:
     """Return a Config whose network and vocabulary are those of another run."""
-    free = ("dropout", "dtype", "remat", "attention", "loss")
-    network = replace(origin.model, **{name: getattr(cfg.model, name) for name in free})
+    own = ("dropout", "dtype", "remat", "attention", "loss")
+    network = replace(origin.model, **{name: getattr(cfg.model, name) for name in own})
     vocabulary = {name: getattr(origin.data, name) for name in ("vocab", "extra_ids")}
     return replace(cfg, model=network, data=replace(cfg.data, **vocabulary))
 
@@ -386,8 +386,8 @@ def load_run(run_dir: str) -> tuple[Config, dict]:
 
 def load_run_and_tasks(run_dir: str, recipe: str = "") -> tuple[Config, dict]:
     """Load a run, the tasks of its recipe file, and those of another recipe file."""
-    own = to_path(run_dir) / "recipe.py"
-    files = [str(own)] if own.exists() else []
+    own_recipe = to_path(run_dir) / "recipe.py"
+    files = [str(own_recipe)] if own_recipe.exists() else []
     if recipe.endswith(".py"):
         sys.path.insert(0, str(Path(recipe).resolve().parent))  # for its copy, too
         files.append(recipe)

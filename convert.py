@@ -8,14 +8,14 @@
 
 All of them hold the same numbers under different names. T5X has an array
 [inputs, outputs] for each matrix of each layer, PyTorch has [outputs, inputs], and plain
-T5 stacks all layers: [layers, inputs, outputs]. Every reader returns arrays with the
+T5 stacks all layers: [layers, inputs, outputs]. Their readers return arrays with the
 names and axes of T5X, and `to_plain` stacks them. An array that is missing, unknown or of
 another shape stops the conversion. What a format does not state is assumed, and printed.
 A vocabulary is copied, not translated.
 
 Memory holds the arrays up to three times: 11 billion parameters need 140 GB.
 
-    >>> t5x, hugging_face = names("encoder/layers/attention/query", layer=0)
+    >>> t5x, hugging_face = foreign_names("encoder/layers/attention/query", layer=0)
     >>> t5x
     'encoder/layers_0/attention/query/kernel'
     >>> hugging_face
@@ -85,7 +85,7 @@ MATRICES = {
 }
 
 
-def names(path: str, layer: int | None, gated: bool = True) -> tuple[str, str]:
+def foreign_names(path: str, layer: int | None, gated: bool = True) -> tuple[str, str]:
     """Return the names in T5X and in Hugging Face of one layer of a parameter."""
     if path in SINGLE:
         t5x, hf = SINGLE[path]
@@ -110,13 +110,13 @@ def names(path: str, layer: int | None, gated: bool = True) -> tuple[str, str]:
     return f"{t5x_layer}/{t5x}/{x}/kernel", f"{hf_layer}.{hf}.{y}.weight"
 
 
-def all_names(cfg: ModelConfig) -> Iterator[tuple]:
+def all_foreign_names(arch: ModelConfig) -> Iterator[tuple]:
     """Yield (path, layer, its shape, T5X name, Hugging Face name) of each array."""
-    gated = cfg.activation.startswith("gated_")
-    for path, param in partition.flatten(model.param_table(cfg)).items():
+    gated = arch.activation.startswith("gated_")
+    for path, param in partition.flatten(model.param_table(arch)).items():
         stacked = "/layers/" in path
         for layer in range(param.shape[0]) if stacked else [None]:
-            yield path, layer, param.shape[stacked:], *names(path, layer, gated)
+            yield path, layer, param.shape[stacked:], *foreign_names(path, layer, gated)
 
 
 # ---- from T5X to plain T5 --------------------------------------------------------------
@@ -139,7 +139,7 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
     gated = "encoder/layers_0/mlp/wi_0/kernel" in arrays
 
     def shape(path):
-        name, hf = names(path, 0, gated)
+        name, hf = foreign_names(path, 0, gated)
         if name not in arrays or arrays[name].ndim != 2:
             raise UserError(f"{source} is no complete T5 model: it lacks {name} ({hf}).")
         return arrays[name].shape
@@ -149,7 +149,7 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
         return 1 + max(map(int, layers), default=-1)
 
     bias = "encoder/layers/attention/relative_bias"
-    layer_biases = names(bias, 0)[0] in arrays
+    layer_biases = foreign_names(bias, 0)[0] in arrays
     num_heads, buckets = shape(bias if layer_biases else "encoder/relative_bias")
     vocab_size, d_model = shape("embed")
     return ModelConfig(
@@ -161,16 +161,16 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
         num_layers=depth("encoder"),
         num_decoder_layers=depth("decoder"),
         activation="gated_gelu" if gated else "relu",
-        tied=names("unembed", None)[0] not in arrays,
+        tied=foreign_names("unembed", None)[0] not in arrays,
         relative_buckets=buckets,
         layer_biases=layer_biases,
     )
 
 
-def to_plain(arrays: dict, cfg: ModelConfig, source: Path) -> dict[str, np.ndarray]:
+def to_plain(arrays: dict, arch: ModelConfig, source: Path) -> dict[str, np.ndarray]:
     """Check and use up arrays with T5X's names. Returns {"params/embed": array, ...}."""
     layers = {}
-    for path, _, shape, name, hf in all_names(cfg):
+    for path, _, shape, name, hf in all_foreign_names(arch):
         array = arrays.pop(name, None)
         if array is None:
             raise UserError(f"{source} lacks {name} (in Hugging Face {hf}).")
@@ -200,7 +200,7 @@ def stack_layers(layers: dict[str, list]) -> dict[str, np.ndarray]:
 SLOTS = ("v", "v_row", "v_col")
 
 
-def adafactor_state(slots: dict, cfg: ModelConfig, step: int) -> dict[str, np.ndarray]:
+def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.ndarray]:
     """Return T5X's averages of squared gradients with the names of train.TrainState.
 
     optax uses the same three arrays for each parameter: the complete averages v, or for a
@@ -208,13 +208,13 @@ def adafactor_state(slots: dict, cfg: ModelConfig, step: int) -> dict[str, np.nd
     not needed is a single zero. The result is {} if T5X used another optimizer.
     """
     layers = {}
-    for path, _, _, name, _ in all_names(cfg):
+    for path, _, _, name, _ in all_foreign_names(arch):
         for slot in SLOTS:
             array = slots.get(f"{name}/{slot}", np.zeros(1))
             layers.setdefault(f"opt_state/0/{slot}/{path}", []).append(np.float32(array))
     unused = {name: parts[0] for name, parts in layers.items() if parts[0].size == 1}
     plain = stack_layers(layers) | unused
-    table = partition.flatten(model.param_table(cfg))
+    table = partition.flatten(model.param_table(arch))
     shapes = {path: jax.ShapeDtypeStruct(p.shape, "float32") for path, p in table.items()}
     expected = jax.eval_shape(optax.scale_by_factored_rms().init, shapes)
     other = [name for name, a in slots.items() if name.endswith("/m") and a.size > 1]
@@ -291,7 +291,7 @@ GIN = {
 }
 
 
-def with_gin(cfg: ModelConfig, folders: list[Path]) -> ModelConfig:
+def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
     """Return a ModelConfig with the values that Gin files state.
 
     The last statement counts, and the first folder is read last. "%NAME" is a reference.
@@ -304,14 +304,14 @@ def with_gin(cfg: ModelConfig, folders: list[Path]) -> ModelConfig:
     if "activation" in stated:  # such as "('gelu', 'linear')"
         kind, *linear = re.findall(r"\w+", stated["activation"].replace("swish", "silu"))
         stated["activation"] = f"gated_{kind}" if linear == ["linear"] else kind
-        if stated["activation"] not in ACTIVATIONS.values():
+        if stated["activation"] not in HF_ACTIVATIONS.values():
             raise UserError(f"{folders[0]}: plain T5 has no activation {kind}.")
     for field, kind in ("relative_max_distance", int), ("dropout", float):
         if field in stated:
             stated[field] = kind(stated[field])
-    if assumed := [f"{name} {getattr(cfg, name)}" for name in GIN if name not in stated]:
+    if assumed := [f"{name} {getattr(arch, name)}" for name in GIN if name not in stated]:
         print(f"No Gin file states the model's {', '.join(assumed)}: they are assumed.")
-    return replace(cfg, **stated)
+    return replace(arch, **stated)
 
 
 # ---- reading Hugging Face --------------------------------------------------------------
@@ -321,14 +321,14 @@ def t5x_names(arrays: dict) -> dict[str, str]:
     """Return {name in Hugging Face: name in T5X} for a model with these arrays."""
     blocks = re.findall(r"block\.(\d+)\.", " ".join(arrays))
     depth = 1 + max(map(int, blocks), default=0)
-    bias = names("encoder/layers/attention/relative_bias", 1)[1]
-    cfg = ModelConfig(
+    bias = foreign_names("encoder/layers/attention/relative_bias", 1)[1]
+    arch = ModelConfig(
         num_layers=depth,
         num_decoder_layers=depth,
         activation="gated_gelu" if any(".wi_0." in name for name in arrays) else "relu",
         layer_biases=bias in arrays,
     )
-    return {hf: t5x for _, _, _, t5x, hf in all_names(cfg)}
+    return {hf: t5x for _, _, _, t5x, hf in all_foreign_names(arch)}
 
 
 def read_hf_file(file: Path) -> dict[str, np.ndarray]:
@@ -381,7 +381,7 @@ def read_json(path: Path) -> dict:
 
 
 # feed_forward_proj in config.json. "gelu" is missing, because it is the exact GELU.
-ACTIVATIONS = {
+HF_ACTIVATIONS = {
     "relu": "relu",
     "gelu_new": "gelu",
     "silu": "silu",
@@ -393,21 +393,21 @@ ACTIVATIONS = {
 SPECIAL = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
-def hf_config(cfg: ModelConfig) -> dict[str, Any]:
+def hf_config(arch: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that describe the network."""
-    projection = next(name for name, a in ACTIVATIONS.items() if a == cfg.activation)
+    projection = next(name for name, a in HF_ACTIVATIONS.items() if a == arch.activation)
     gated, _, activation = projection.rpartition("-")
     return {
-        "vocab_size": cfg.vocab_size,
-        "d_model": cfg.d_model,
-        "d_ff": cfg.d_ff,
-        "d_kv": cfg.d_kv,
-        "num_heads": cfg.num_heads,
-        "num_layers": cfg.num_layers,
-        "num_decoder_layers": cfg.num_decoder_layers,
-        "relative_attention_num_buckets": cfg.relative_buckets,
-        "relative_attention_max_distance": cfg.relative_max_distance,
-        "dropout_rate": cfg.dropout,
+        "vocab_size": arch.vocab_size,
+        "d_model": arch.d_model,
+        "d_ff": arch.d_ff,
+        "d_kv": arch.d_kv,
+        "num_heads": arch.num_heads,
+        "num_layers": arch.num_layers,
+        "num_decoder_layers": arch.num_decoder_layers,
+        "relative_attention_num_buckets": arch.relative_buckets,
+        "relative_attention_max_distance": arch.relative_max_distance,
+        "dropout_rate": arch.dropout,
         "feed_forward_proj": projection,
         "is_gated_act": bool(gated),
         "dense_act_fn": {"gelu": "gelu_new"}.get(activation, activation),
@@ -478,7 +478,7 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     # The defaults of the classes T5Config, and MT5Config and UMT5Config.
     default = "relu" if config.get("model_type", "t5") == "t5" else "gated-gelu"
     activation = config.setdefault("feed_forward_proj", default)
-    if activation not in ACTIVATIONS:
+    if activation not in HF_ACTIVATIONS:
         raise UserError(f"{folder}: plain T5 has no feed_forward_proj {activation}.")
 
     arrays = one_embedding(read_hf_weights(folder), config, folder)
@@ -487,15 +487,15 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
         known.get(name, name): array.T if name != "shared.weight" else array
         for name, array in arrays.items()
     }
-    cfg = replace(
+    arch = replace(
         model_config(arrays, folder),
-        activation=ACTIVATIONS[activation],
+        activation=HF_ACTIVATIONS[activation],
         dropout=config.get("dropout_rate", 0.1),
         relative_max_distance=config.get("relative_attention_max_distance", 128),
     )
-    expected = hf_config(cfg) | {"feed_forward_proj": activation}
+    expected = hf_config(arch) | {"feed_forward_proj": activation}
     config.setdefault("num_decoder_layers", config.get("num_layers"))
-    if not cfg.num_decoder_layers:  # T5EncoderModel keeps the number of the whole model.
+    if not arch.num_decoder_layers:  # T5EncoderModel keeps the number of the whole model.
         del config["num_decoder_layers"]
     for field, value in expected.items():
         if config.get(field, value) != value:
@@ -509,7 +509,7 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
             f"generation_config.json is not converted: it sets "
             f"{', '.join(sorted(others))}. See the --decode flags of infer.py."
         )
-    return arrays, cfg
+    return arrays, arch
 
 
 # ---- vocabularies ----------------------------------------------------------------------
@@ -543,9 +543,9 @@ def find_vocabulary(folders: list[Path], vocab_size: int) -> tuple[str | None, i
 def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int) -> None:
     """Write the file of the vocabulary, and how transformers has to read it."""
     config = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    if tokenizer.file == "tokenizer.json":
+    if tokenizer.file_name == "tokenizer.json":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    elif tokenizer.file == "spiece.model":
+    elif tokenizer.file_name == "spiece.model":
         spec = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.serialized)
         if spec.trainer_spec.model_type != 1 or spec.trainer_spec.byte_fallback:
             raise UserError(
@@ -577,7 +577,7 @@ def read_run(source: Path, step: str) -> Weights:
         source = partition.Checkpoints(run).path(partition.resolve_step(run, step))
     arrays = {
         name: partition.read_slice(headers, [slice(None)] * len(headers[0]["shape"]), {})
-        for name, headers in partition.read_head(source)[0].items()
+        for name, headers in partition.read_manifest(source)[0].items()
     }
     files = [run / name for name in ("spiece.model", "tokenizer.json")]
     has_vocabulary = cfg.data.vocab == "bytes" or any(file.exists() for file in files)
@@ -585,13 +585,13 @@ def read_run(source: Path, step: str) -> Weights:
     return Weights(cfg, arrays, tokenizer)
 
 
-def read(source: Path, step: str = "latest") -> Weights:
+def read_model(source: Path, step: str = "latest") -> Weights:
     """Read a model in any format."""
     if is_run(source):
         return read_run(source, step)
-    slots, trained, folders = {}, 0, [source]
+    slots, steps, folders = {}, 0, [source]
     if (source / "config.json").exists():
-        arrays, cfg = read_hf(source)
+        arrays, arch = read_hf(source)
     else:
         if Path(f"{source}.index").exists():
             tree = read_mesh_tensorflow(source)
@@ -605,20 +605,20 @@ def read(source: Path, step: str = "latest") -> Weights:
                 f"no T5X folder checkpoint_N, and no prefix of a TensorFlow checkpoint."
             )
         folders.append(source.parent)  # The Gin file and the vocabulary may be there.
-        trained = int(tree["state"]["step"])
+        steps = int(tree["state"]["step"])
         slots = partition.flatten(tree["state"].get("param_states", {}))
         arrays = partition.flatten(tree["target"])
-        cfg = with_gin(model_config(arrays, source), folders)
-    arrays = {"step": np.int32(trained), **to_plain(arrays, cfg, source)}
+        arch = with_gin(model_config(arrays, source), folders)
+    arrays = {"step": np.int32(steps), **to_plain(arrays, arch, source)}
     if slots:
-        arrays |= adafactor_state(slots, cfg, trained)
-    vocab, extra_ids = find_vocabulary(folders, cfg.vocab_size)
+        arrays |= adafactor_state(slots, arch, steps)
+    vocab, extra_ids = find_vocabulary(folders, arch.vocab_size)
     data_config = DataConfig(vocab=vocab or "spiece.model", extra_ids=extra_ids)
-    whole = Config(cfg, data_config, TrainConfig(steps=max(trained, 1)))
-    tokenizer = data.load_tokenizer(whole) if vocab else None
+    cfg = Config(arch, data_config, TrainConfig(steps=max(steps, 1)))
+    tokenizer = data.load_tokenizer(cfg) if vocab else None
     name = Path(data_config.vocab).name  # The run keeps a copy of the file.
-    whole = replace(whole, data=replace(data_config, vocab=name))
-    return Weights(whole, arrays, tokenizer)
+    cfg = replace(cfg, data=replace(data_config, vocab=name))
+    return Weights(cfg, arrays, tokenizer)
 
 
 def write_run(weights: Weights, folder: Path) -> None:
@@ -640,7 +640,7 @@ def write_hf(weights: Weights, folder: Path, dtype: np.dtype) -> None:
     lm_head.weight is there only if the model is not tied.
     """
     cfg, arrays = weights.cfg.model, {}
-    for path, layer, _, _, name in all_names(cfg):
+    for path, layer, _, _, name in all_foreign_names(cfg):
         array = weights.arrays[f"params/{path}"]
         array = array if layer is None else array[layer]
         arrays[name] = np.ascontiguousarray(array if path == "embed" else array.T, dtype)
@@ -662,7 +662,7 @@ def write_hf(weights: Weights, folder: Path, dtype: np.dtype) -> None:
     write_json(folder / "generation_config.json", SPECIAL)
     if weights.tokenizer:
         write_hf_vocabulary(weights.tokenizer, folder, cfg.vocab_size)
-        if family == "umt5" and weights.tokenizer.file == "spiece.model":
+        if family == "umt5" and weights.tokenizer.file_name == "spiece.model":
             print("Read its vocabulary with T5Tokenizer: AutoTokenizer fails for UMT5.")
 
 
@@ -702,7 +702,7 @@ def convert(
         dtype: The number type of the weights in dst.
         step: The checkpoint of a run: latest, best or a number.
     """
-    source, destination, kind = configs.to_path(src), Path(dst), jnp.dtype(dtype)
+    source, destination, np_dtype = configs.to_path(src), Path(dst), jnp.dtype(dtype)
     if to == "plain" and (is_run(source) or dtype != "float32"):
         raise UserError(f"{src} is a run already, or {dtype} needs --to hf or --to t5x.")
     if configs.is_remote(dst) or destination.exists() and any(destination.iterdir()):
@@ -710,16 +710,17 @@ def convert(
     temporary = destination.with_name(f".{destination.name}.tmp{os.getpid()}")
     temporary.mkdir(parents=True)
     try:
-        weights = read(source, step)
+        weights = read_model(source, step)
         if to == "plain":
             write_run(weights, temporary)
         elif to == "hf":
-            write_hf(weights, temporary, kind)
+            write_hf(weights, temporary, np_dtype)
         else:
             from extras import to_t5x
 
-            to_t5x.write(weights, list(all_names(weights.cfg.model)), temporary, kind)
-        compare(weights, read(temporary), kind)
+            names = list(all_foreign_names(weights.cfg.model))
+            to_t5x.write(weights, names, temporary, np_dtype)
+        compare(weights, read_model(temporary), np_dtype)
         temporary.rename(destination)
     except Exception as error:
         error.add_note(f"{src} was not converted.")

@@ -57,11 +57,12 @@ class Batch(NamedTuple):
 class Tokenizer:
     """A SentencePiece model, from the bytes of its file.
 
-    If it has no sentinels, `extra_ids` of them are appended, as in T5. `sentinel` is the
-    id of <extra_id_0>; the others have lower ids. extras/vocabularies.py has other kinds.
+    If it has no sentinels, `extra_ids` of them are appended, as in T5. The id of
+    <extra_id_0> is first_sentinel; the others are lower. extras/vocabularies.py has other
+    kinds of vocabularies.
     """
 
-    file = "spiece.model"  # its name in a run
+    file_name = "spiece.model"  # its name in a run
 
     def __init__(self, serialized: bytes, extra_ids: int):
         model = sentencepiece_model_pb2.ModelProto.FromString(serialized)
@@ -70,13 +71,13 @@ class Tokenizer:
                 model.pieces.add(piece=f"▁<extra_id_{i}>", type="USER_DEFINED")
         self.set_pieces(serialized, [piece.piece for piece in model.pieces])
         content = model.SerializeToString()
-        self.library = sentencepiece.SentencePieceProcessor(model_proto=content)
+        self.processor = sentencepiece.SentencePieceProcessor(model_proto=content)
 
     def set_pieces(self, serialized: bytes, pieces: list[str]) -> None:
         self.serialized, self.size = serialized, len(pieces)
         names = [re.fullmatch(r"\W?<extra_id_(\d+)>", piece) for piece in pieces]
         ids = {int(name[1]): i for i, name in enumerate(names) if name}
-        self.extra_ids, self.sentinel = len(ids), ids.get(0)
+        self.extra_ids, self.first_sentinel = len(ids), ids.get(0)
         in_order = {k: ids.get(0, 0) - k for k in range(len(ids))}
         if pieces[:3] != ["<pad>", "</s>", "<unk>"] or ids != in_order:
             raise UserError(
@@ -90,30 +91,30 @@ class Tokenizer:
         return sha256(self.serialized).hexdigest()
 
     def save(self, run_dir) -> None:
-        if self.file:
-            configs.write_file(configs.to_path(run_dir) / self.file, self.serialized)
+        if self.file_name:
+            configs.write_file(configs.to_path(run_dir) / self.file_name, self.serialized)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text, without EOS. All cores are used."""
         threads = -1 if len(texts) > 1 else 1
-        return self.library.encode(texts, return_type="numpy", num_threads=threads)
+        return self.processor.encode(texts, return_type="numpy", num_threads=threads)
 
     def decode(self, ids) -> str:
         """Return the text of the ids before the first EOS."""
         ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
-        return self.text([i if i < self.size else UNK for i in ids if i != PAD])
+        return self.decode_pieces([i if i < self.size else UNK for i in ids if i != PAD])
 
-    def text(self, ids: list[int]) -> str:
-        return self.library.decode(ids)
+    def decode_pieces(self, ids: list[int]) -> str:
+        return self.processor.decode(ids)
 
     def is_content(self, ids):
         """Return where an array of ids has neither padding nor EOS nor sentinels."""
-        last = -1 if self.sentinel is None else self.sentinel
+        last = -1 if self.first_sentinel is None else self.first_sentinel
         return (ids > EOS) & ((ids > last) | (ids <= last - self.extra_ids))
 
 
 def load_tokenizer(cfg: Config, run_dir: str | None = None) -> Tokenizer:
-    """Return the tokenizer in the folder of a run, or else that of cfg.data.vocab."""
+    """Return the recipe's own VOCABULARY, or that of a run, or that of cfg.data.vocab."""
     vocab = cfg.data.vocab
     for name in ("spiece.model", "tokenizer.json") if run_dir else ():
         if (configs.to_path(run_dir) / name).exists():
@@ -168,27 +169,27 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
 #     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
 
 
-def noise_counts(length: int, settings: DataConfig) -> tuple[int, int]:
-    """Return how many of `length` tokens are removed, and in how many spans.
+def noise_counts(length: int, data_cfg: DataConfig) -> tuple[int, int]:
+    """Return how many of `length` tokens are noise, and in how many spans.
 
     Computed in float32 and rounded half to even, as in t5/data/preprocessors.py.
     """
-    noise = int(np.round(np.float32(length) * np.float32(settings.noise_density)))
+    noise = int(np.round(np.float32(length) * np.float32(data_cfg.noise_density)))
     noise = min(max(noise, 1), length - 1)
-    spans = int(np.round(np.float32(noise) / np.float32(settings.mean_span_length)))
+    spans = int(np.round(np.float32(noise) / np.float32(data_cfg.mean_span_length)))
     return noise, min(max(spans, 1), length - noise)
 
 
-def tokens_per_example(settings: DataConfig) -> int:
+def tokens_per_example(data_cfg: DataConfig) -> int:
     """Return how many tokens fill the inputs after span corruption: 568 become 512."""
     for length in itertools.count(3):
-        noise, spans = noise_counts(length, settings)
-        if length - noise + spans + 1 > settings.inputs_length:
+        noise, spans = noise_counts(length, data_cfg)
+        if length - noise + spans + 1 > data_cfg.inputs_length:
             return length - 1
 
 
 def random_bits(count: int, *key: int) -> np.ndarray:
-    """Return random integers of 64 bits, which depend only on the key."""
+    """Return random integers of 64 bits, which depend only on the key (not one of JAX)."""
     return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
 
 
@@ -203,14 +204,15 @@ def random_compositions(total: int, parts: int, rows: int, *key: int) -> np.ndar
     return np.diff(cuts, axis=1, prepend=0, append=total)
 
 
-def corrupt_spans(tokens: np.ndarray, sentinel: int, settings: DataConfig, *key: int):
-    """Replace random spans of each row of tokens [N, n]: (inputs, targets), without EOS.
+def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig, *key):
+    """Replace random spans of each row of tokens [rows, length] by sentinels.
 
-    A row begins with kept tokens and ends with a removed span. The targets have no last
-    sentinel. So do random_spans_noise_mask and noise_span_to_unique_sentinel of t5.
+    Returns (inputs, targets) without EOS. A row begins with kept tokens and ends with a
+    removed span, and the targets have no last sentinel, as in random_spans_noise_mask
+    and noise_span_to_unique_sentinel of t5.
     """
     rows, length = tokens.shape
-    noise, spans = noise_counts(length, settings)
+    noise, spans = noise_counts(length, data_cfg)
     kept = random_compositions(length - noise, spans, rows, *key, length, 0)
     removed = random_compositions(noise, spans, rows, *key, length, 1)
     lengths = np.stack([kept, removed], axis=2).ravel()  # kept and removed in turn
@@ -219,7 +221,7 @@ def corrupt_spans(tokens: np.ndarray, sentinel: int, settings: DataConfig, *key:
     # targets, it overwrites the kept token before the span.
     first = noisy & ~np.roll(noisy, 1, axis=1)
     before = np.roll(first, -1, axis=1)
-    sentinels = np.tile(sentinel - np.arange(spans), rows)
+    sentinels = np.tile(first_sentinel - np.arange(spans), rows)
     inputs, targets = tokens.astype(np.int32), tokens.astype(np.int32)
     inputs[first] = targets[before] = sentinels
     inputs, targets = inputs[~noisy | first], targets[noisy | before]
@@ -229,41 +231,41 @@ def corrupt_spans(tokens: np.ndarray, sentinel: int, settings: DataConfig, *key:
 # ---- objectives: documents become pairs (inputs, targets), without EOS -----------------
 
 
-def span_corruption(documents: list, tokenizer, settings: DataConfig, *key: int) -> list:
+def span_corruption(documents: list, tokenizer, data_cfg: DataConfig, *key: int) -> list:
     """Corrupt spans of all documents. Those of equal length are computed together."""
     examples = [None] * len(documents)
     lengths = np.array([len(ids) for ids in documents])
     for length in np.unique(lengths).tolist():
         here = np.flatnonzero(lengths == length)
         tokens = np.stack([documents[i] for i in here])
-        noise, count = noise_counts(length, settings)
-        inputs, targets = length - noise + count + 1, noise + count + 1
-        fits = inputs <= settings.inputs_length and targets <= settings.targets_length
-        if count > tokenizer.extra_ids or not fits:
+        noise, spans = noise_counts(length, data_cfg)
+        limits = data_cfg.inputs_length, data_cfg.targets_length
+        needed = length - noise + spans + 1, noise + spans + 1
+        if spans > tokenizer.extra_ids or np.greater(needed, limits).any():
             raise UserError(
-                f"{length} tokens need {inputs} inputs, {targets} targets and {count} of "
-                f"{tokenizer.extra_ids} sentinels: raise --data.targets_length or "
+                f"{length} tokens need {needed[0]} inputs, {needed[1]} targets and {spans} "
+                f"of {tokenizer.extra_ids} sentinels: raise --data.targets_length or "
                 f"--data.mean_span_length, or use the task prefix_lm."
             )
-        sides = corrupt_spans(tokens, tokenizer.sentinel, settings, *key)
+        sides = corrupt_spans(tokens, tokenizer.first_sentinel, data_cfg, *key)
         for i, example in zip(here, zip(*sides)):
             examples[i] = example
     return examples
 
 
-def prefix_lm(documents: list, tokenizer, settings: DataConfig, *key: int) -> list:
+def prefix_lm(documents: list, tokenizer, data_cfg: DataConfig, *key: int) -> list:
     """Cut each text at a random place: its beginning becomes the inputs."""
     bits = random_bits(len(documents), *key).tolist()
     cuts = [1 + random % (len(ids) - 1) for random, ids in zip(bits, documents)]
     return [(ids[:cut], ids[cut:]) for ids, cut in zip(documents, cuts)]
 
 
-def pairs(documents: list, tokenizer, settings: DataConfig, *key: int) -> list:
+def pairs(documents: list, tokenizer, data_cfg: DataConfig, *key: int) -> list:
     """The documents are pairs already."""
     return documents
 
 
-# ---- a task ----------------------------------------------------------------------------
+# ---- documents and examples ------------------------------------------------------------
 
 
 def text_to_text(record: dict) -> list[dict]:
@@ -272,13 +274,13 @@ def text_to_text(record: dict) -> list[dict]:
     return [record | {key: record[f"{key}_pretokenized"] for key in stored}]
 
 
-def template(inputs: str, targets: str, labels: tuple = ()) -> Callable:
-    """Return a format that fills {fields} into two texts, and a word for {label}."""
+def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
+    """Return a function that fills {fields} into two texts, and a word for {label}."""
 
     def fill(record):
-        if labels:
+        if choices:
             label = int(record.get("label", -1))  # -1 is unknown: <unk>, as in t5
-            record = record | {"label": "<unk>" if label == -1 else labels[label]}
+            record = record | {"label": "<unk>" if label == -1 else choices[label]}
         kept = {"idx": record["idx"]} if "idx" in record else {}
         texts = [text.format_map(record) for text in (inputs, targets)]
         return [dict(zip(("inputs", "targets"), texts)) | kept]
@@ -290,7 +292,7 @@ class Task(NamedTuple):
     """A source, how its records become examples, and how these are scored."""
 
     source: str = ""
-    format: Callable = text_to_text  # makes a list of documents of a record
+    preprocess: Callable = text_to_text  # makes a list of documents of a record
     metrics: tuple = ()  # names in evaluate.METRICS, or functions (targets, predictions)
     choices: tuple = ()  # the words for the classes 0, 1, ...
     postprocess: str | Callable = ""  # a name in evaluate.POSTPROCESSORS, or a function
@@ -300,15 +302,15 @@ class Task(NamedTuple):
     eos_after_trim: bool = True  # False in T0
 
 
-def cut_documents(documents: list, task: Task, settings: DataConfig) -> list:
-    """Cut documents to the length of examples. All objectives but prefix_lm join them."""
+def cut_documents(documents: list, task: Task, data_cfg: DataConfig) -> list:
+    """Cut texts to the length of examples, after joining them (prefix_lm joins none)."""
     if task.objective is pairs:
         return documents
-    length = settings.inputs_length - 1
+    length = data_cfg.inputs_length - 1  # leaves room for EOS
     if task.objective is not prefix_lm:  # as in T5, without EOS between the documents
         documents = [np.concatenate([np.zeros(0, np.int32), *documents])]
     if task.objective is span_corruption:  # which makes the inputs shorter
-        length = tokens_per_example(settings)
+        length = tokens_per_example(data_cfg)
     cut = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
 
@@ -321,9 +323,9 @@ def make_examples(documents: list, task: Task, tokenizer, cfg: Config, *key) -> 
     ]
 
 
-def with_eos(ids, side: str, task: Task, settings: DataConfig) -> np.ndarray:
+def with_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.ndarray:
     """Truncate, and append EOS. T0 has none in inputs, and loses it in long targets."""
-    limit = settings.inputs_length if side == "inputs" else settings.targets_length
+    limit = data_cfg.inputs_length if side == "inputs" else data_cfg.targets_length
     end = [EOS] if side == "targets" or task.inputs_eos else []
     kept = limit - len(end) * task.eos_after_trim
     return np.concatenate([ids[:kept], end], dtype=np.int32, casting="unsafe")[:limit]
@@ -339,29 +341,30 @@ def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     shares of both sides then differ least, or a new row.
     """
     share = sizes / np.array(limits)
-    row = np.zeros(len(sizes), int)
+    row_of = np.zeros(len(sizes), int)
     rows = int(np.ceil(sizes.sum(axis=0) / limits).max())  # as many as all tokens fill
     free = np.tile(limits, (len(sizes), 1)).T  # [2, N]: at most a row for each example
-    more = share[:, 0] - share[:, 1]
-    difference = np.zeros(len(sizes))  # of each row: free inputs minus free targets
+    skew = share[:, 0] - share[:, 1]
+    row_skew = np.zeros(len(sizes))  # of each row: free inputs minus free targets
     for i in np.argsort(-share.sum(axis=1), kind="stable").tolist():
         fits = (free[0, :rows] >= sizes[i, 0]) & (free[1, :rows] >= sizes[i, 1])
-        k = np.where(fits, np.abs(difference[:rows] - more[i]), np.inf).argmin()
-        if not fits[k]:
-            k, rows = rows, rows + 1
-        row[i] = k
-        free[:, k] -= sizes[i]
-        difference[k] -= more[i]
-    return row
+        r = np.where(fits, np.abs(row_skew[:rows] - skew[i]), np.inf).argmin()
+        if not fits[r]:
+            r, rows = rows, rows + 1
+        row_of[i] = r
+        free[:, r] -= sizes[i]
+        row_skew[r] -= skew[i]
+    return row_of
 
 
-def fill_rows(examples: list, row: np.ndarray, rows: int, limits) -> Batch:
-    """Write examples one after the other into rows: example i into row[i], ascending."""
-    segment = np.arange(len(row)) - np.searchsorted(row, row) + 1  # from 1 in each row
+def fill_rows(examples: list, row_of: np.ndarray, rows: int, limits) -> Batch:
+    """Write examples one after the other into rows: example i into row_of[i], ascending."""
+    # The number of each example in its row, from 1.
+    segment = np.arange(len(row_of)) - np.searchsorted(row_of, row_of) + 1
 
     def fill(side):
         sizes = [len(example[side]) for example in examples]
-        filled = np.arange(limits[side]) < np.bincount(row, sizes, rows)[:, None]
+        filled = np.arange(limits[side]) < np.bincount(row_of, sizes, rows)[:, None]
         tokens, segments = np.zeros((2, *filled.shape), np.int32)
         tokens[filled] = np.concatenate([example[side] for example in examples])
         segments[filled] = np.repeat(segment, sizes)
@@ -387,50 +390,50 @@ def pad_batch(inputs: list, targets: list, *limits: int) -> Batch:
 
 
 # ---- batches ---------------------------------------------------------------------------
-# read_windows     documents of 1 to 16 million characters, in the order of the files
+# read_windows     documents of up to 16 million characters, in the order of the files
 # stream           their examples, shuffled; PART of them are made at once
 # choose_examples  the next examples of all tasks by their rates, for PACKED rows
 # pack_rows        these examples, packed into rows, which are shuffled
 # make_batches     batches of rows, and the state from which a restart continues
 
 ORDER, NOISE, ROWS = range(3)  # uses of random bits: no two uses have equal keys
-FIRST_WINDOW = 1 << 20  # characters, few for a fast start; in mixtures even fewer
-DOUBLINGS = 4  # later windows of a source are larger, up to 16 million characters
+FIRST_WINDOW = 1 << 20  # characters of all tasks together, few for a fast start
+DOUBLINGS = 4  # later windows become larger, up to 16 times
 PART = 256  # examples that are made at once
 PACKED = 512  # rows that are packed together
 
 
-class Place(NamedTuple):
+class Cursor(NamedTuple):
     """Where a task is, in a window of its source.
 
-    If its windows have three records of one file, in the order r2 r3 r1, the places are
-    Place(used=1, count=1) after r2 (a restart reads all three again, and skips r2),
-    Place(window=1, record=3, count=3) at the next one, after record 3 of file 0,
-    and Place(1, count=9) at the next epoch, if there are three windows.
+    If its windows have three records of one file, in the order r2 r3 r1, the cursors are
+    Cursor(taken=1, total=1) after r2 (a restart reads all three again, and skips r2),
+    Cursor(window=1, record=3, total=3) at the next one, after record 3 of file 0,
+    and Cursor(1, total=9) at the next epoch, if there are three windows.
     """
 
     epoch: int = 0
     window: int = 0  # how many windows of the epoch come before this one
     file: int = 0  # The window begins after the record `record` of this file.
     record: int = 0
-    used: int = 0  # examples of the window so far
-    count: int = 0  # examples of the task so far
+    taken: int = 0  # examples of the window so far
+    total: int = 0  # examples of the task so far
 
 
-def read_windows(task, files, tokenizer, cfg, size: int, place: Place) -> Iterator:
-    """Yield (tokenized documents of a window, the Place of the next window)."""
+def read_windows(task, files, tokenizer, cfg, size: int, cursor: Cursor) -> Iterator:
+    """Yield (tokenized documents of a window, the Cursor of the next window)."""
     while True:
-        epoch, start = place.epoch, (place.file, place.record)
+        epoch, start = cursor.epoch, (cursor.file, cursor.record)
         documents = read_documents(files, task, cfg, start)
-        while place.epoch == epoch:
-            characters = size << (DOUBLINGS if epoch else min(place.window, DOUBLINGS))
+        while cursor.epoch == epoch:
+            characters = size << (DOUBLINGS if epoch else min(cursor.window, DOUBLINGS))
             tokenized, end = read_window(documents, characters, task, tokenizer, cfg)
-            place = Place(epoch, place.window + 1, *end) if end else Place(epoch + 1)
-            yield tokenized, place
+            cursor = Cursor(epoch, cursor.window + 1, *end) if end else Cursor(epoch + 1)
+            yield tokenized, cursor
 
 
 def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iterator:
-    """Yield what an endless iterator yields, which a thread computes in advance."""
+    """Yield the items of an endless iterator, `ahead` of which a thread computes."""
     futures = deque(thread.submit(next, iterator) for _ in range(ahead))
 
     def items():
@@ -442,8 +445,8 @@ def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iter
     return items()
 
 
-def stream(name, task, tokenizer, cfg, windows: Iterator, place: Place) -> Iterator:
-    """Yield (example, Place after it) of a task, shuffled; (None, Place) ends an epoch.
+def stream(name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor) -> Iterator:
+    """Yield (example, Cursor after it) of a task, shuffled; (None, Cursor) ends an epoch.
 
     windows: those of read_windows. A restart after 300 examples of a window makes those
     from 256 to 511 again, because a PART shares its noise, and skips the first 44.
@@ -451,20 +454,20 @@ def stream(name, task, tokenizer, cfg, windows: Iterator, place: Place) -> Itera
     for documents, end in windows:
         # Each window has random bits of its own.
         key = cfg.train.seed, zlib.crc32(name.encode())
-        key += place.epoch, place.window, place.file, place.record
+        key += cursor.epoch, cursor.window, cursor.file, cursor.record
         order = np.argsort(random_bits(len(documents), *key, ORDER), kind="stable")
-        for start in range(place.used - place.used % PART, len(documents), PART):
+        for start in range(cursor.taken - cursor.taken % PART, len(documents), PART):
             part = [documents[i] for i in order[start : start + PART]]
             examples = make_examples(part, task, tokenizer, cfg, *key, NOISE, start)
-            for example in examples[place.used - start :]:
-                place = place._replace(used=place.used + 1, count=place.count + 1)
-                yield example, place
-        if not place.count:
+            for example in examples[cursor.taken - start :]:
+                cursor = cursor._replace(taken=cursor.taken + 1, total=cursor.total + 1)
+                yield example, cursor
+        if not cursor.total:
             raise UserError(f"{task.source} has no text to train on the task {name}.")
-        end = end._replace(count=place.count)
-        if end.epoch > place.epoch:
+        end = end._replace(total=cursor.total)
+        if end.epoch > cursor.epoch:
             yield None, end
-        place = end
+        cursor = end
 
 
 class Batches:
@@ -477,19 +480,19 @@ class Batches:
     def __init__(self, cfg: Config, tokenizer: Tokenizer, state: dict | None = None):
         self.cfg, self.rates = cfg, trained_tasks(cfg)
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
-        self.state = state or {"row": 0, "tasks": dict.fromkeys(self.rates, [*Place()])}
-        self.places = {name: Place(*place) for name, place in self.state["tasks"].items()}
-        self.streams, files = {}, []
+        self.state = state or {"row": 0, "tasks": dict.fromkeys(self.rates, [*Cursor()])}
+        self.cursors = {name: Cursor(*c) for name, c in self.state["tasks"].items()}
+        self.streams, sizes = {}, []
         reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         size = FIRST_WINDOW // min(len(self.rates), 32)
-        for name, place in self.places.items():
-            task, own = open_task(name, "train", cfg)
-            windows = read_windows(task, own, tokenizer, cfg, size, place)
+        for name, cursor in self.cursors.items():
+            task, task_files = open_task(name, "train", cfg)
+            windows = read_windows(task, task_files, tokenizer, cfg, size, cursor)
             windows = prefetch(windows, reader, ahead=1)
-            self.streams[name] = stream(name, task, tokenizer, cfg, windows, place)
-            files += [[file.name.split("/")[-1], file.size] for file in own]
-        self.files = zlib.crc32(json.dumps([self.rates, files]).encode())
-        if self.state.setdefault("files", self.files) != self.files:
+            self.streams[name] = stream(name, task, tokenizer, cfg, windows, cursor)
+            sizes += [[file.name.split("/")[-1], file.size] for file in task_files]
+        self.files_crc32 = zlib.crc32(json.dumps([self.rates, sizes]).encode())
+        if self.state.setdefault("files", self.files_crc32) != self.files_crc32:
             raise UserError("This run began with other training files, or other rates.")
         self.batches = prefetch(self.make_batches(), maker, ahead=4)
 
@@ -503,17 +506,17 @@ class Batches:
     def choose_examples(self) -> list:
         """Take the next examples of all tasks, until they fill PACKED rows."""
         names, rates = [*self.rates], np.array([*self.rates.values()])
-        counts = np.array([self.places[name].count for name in names])
+        totals = np.array([self.cursors[name].total for name in names])
         # The next example is of the task that is farthest behind its rate: rates of 3 and
         # 1 give a a a b a a a b. The fractions let tasks of equal rates take turns.
         phase = (np.arange(len(names)) + 0.5) / len(names)
         packs = self.cfg.data.pack
         examples, filled = [], [0, 0]  # filled: rows that all inputs and all targets need
         while max(filled) < PACKED:
-            k = np.argmin((counts + phase) / rates)
-            example, self.places[names[k]] = next(self.streams[names[k]])
+            k = np.argmin((totals + phase) / rates)
+            example, self.cursors[names[k]] = next(self.streams[names[k]])
             if example:
-                counts[k] += 1
+                totals[k] += 1
                 examples.append(example)
                 for side, limit in enumerate(self.limits):
                     filled[side] += len(example[side]) / limit if packs else 1
@@ -523,27 +526,27 @@ class Batches:
 
     def pack_rows(self) -> Batch:
         """Pack the next examples, and shuffle the rows."""
-        used = sum(place.count for place in self.places.values())
+        total = sum(cursor.total for cursor in self.cursors.values())
         examples = self.choose_examples()
         sizes = np.array([[len(ids) for ids in example] for example in examples])
-        row = pack(sizes, self.limits) if self.cfg.data.pack else np.arange(len(sizes))
-        rows = row.max() + 1
-        bits = random_bits(rows, self.cfg.train.seed, used, ROWS)
-        row = np.argsort(bits, kind="stable")[row]  # another number for each row
-        order = np.argsort(row, kind="stable")  # the examples in the order of their rows
+        row_of = pack(sizes, self.limits) if self.cfg.data.pack else np.arange(len(sizes))
+        rows = row_of.max() + 1
+        bits = random_bits(rows, self.cfg.train.seed, total, ROWS)
+        row_of = np.argsort(bits, kind="stable")[row_of]  # another number for each row
+        order = np.argsort(row_of, kind="stable")  # examples in the order of their rows
         examples = [examples[i] for i in order]
-        packed = fill_rows(examples, row[order], rows, self.limits)
-        if not used:
+        packed = fill_rows(examples, row_of[order], rows, self.limits)
+        if not total:
             print_filling(packed, sizes, self.limits)
         return packed
 
     def make_rows(self, first_row: int) -> Iterator:
         """Yield (the five arrays of a row, the state after it)."""
         while True:
-            tasks = {name: [*place] for name, place in self.places.items()}
+            tasks = {name: [*cursor] for name, cursor in self.cursors.items()}
             packed = self.pack_rows()
             for row in range(first_row, len(packed.inputs)):
-                state = {"row": row + 1, "tasks": tasks, "files": self.files}
+                state = {"row": row + 1, "tasks": tasks, "files": self.files_crc32}
                 yield [array[row] for array in packed], state
             first_row = 0
 
@@ -700,12 +703,14 @@ def open_source(source: str, split: str, cfg: Config) -> list[File]:
     return files
 
 
-def hold_out(read: Callable, file: int, split: str) -> Iterator[dict]:
+def hold_out(read: Callable, file_number: int, split: str) -> Iterator[dict]:
     """Yield the records of a split: 5 % of the first 20,000 are for validation."""
     for number, record in enumerate(read()):
         if split == "validation" and number == 20_000:
             return
-        held = number < 20_000 and zlib.crc32(f"{file}:{number}".encode()) % 20 == 0
+        held = (
+            number < 20_000 and zlib.crc32(f"{file_number}:{number}".encode()) % 20 == 0
+        )
         if held == (split == "validation"):
             yield record
 
@@ -719,9 +724,9 @@ def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
             for record in file.read():
                 if (f, number) > tuple(start):
                     new = {new: record[old] for new, old in renamed if old in record}
-                    documents = task.format(record | new)
+                    documents = task.preprocess(record | new)
                     texts = [text for x in documents for text in texts_of(x, task)]
-                    # Half of a character, which JSON can hold, raises an error here.
+                    # A lone surrogate, which JSON can hold, raises an error here.
                     "".join(x for x in texts if isinstance(x, str)).encode()
                     size = 300 + sum(map(len, texts))  # 300 for the objects of Python
                     yield documents, (f, number), size
@@ -737,10 +742,13 @@ def texts_of(document: dict, task: Task) -> list:
 
 
 def read_window(documents: Iterator, characters: int, task, tokenizer, cfg):
-    """Return documents of so many characters, and their end (file, record), or None."""
+    """Read so many characters. Return (documents, end), tokenized and cut.
+
+    end: (file, record) of the last record read, or None at the end of the source.
+    """
     window, end = [], None
-    for of_record, end, size in documents:
-        window += of_record
+    for more, end, size in documents:
+        window += more
         characters -= size
         if characters <= 0:
             break
@@ -765,7 +773,7 @@ def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
     return [*zip(result[::2], result[1::2])] if task.objective is pairs else result
 
 
-# ---- tasks -----------------------------------------------------------------------------
+# ---- tasks and mixtures ----------------------------------------------------------------
 
 
 TASKS |= {
@@ -794,8 +802,8 @@ def mixture_rates(name: str, cfg: Config, within: tuple = ()) -> dict[str, float
     rates, members = Counter(), MIXTURES[name]
     if name in within:
         raise UserError(f"The mixture {name} contains itself.")
-    own = cfg.data.validation_source or (cfg.data.source and not callable(members))
-    if own and name == cfg.data.task:
+    has_source = cfg.data.validation_source or (cfg.data.source and not callable(members))
+    if has_source and name == cfg.data.task:
         raise UserError(f"The mixture {name} has no sources of its own: its tasks have.")
     for member, rate in (members(cfg) if callable(members) else members).items():
         inner = mixture_rates(member, cfg, (*within, name))
@@ -833,14 +841,14 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     If a run trains on files without {split} in their names, a part of them is held out.
     """
     task = find_task(name, cfg)
-    own = cfg.data.validation_source if name == cfg.data.task else ""
-    if own and split == "validation":
-        task = task._replace(source=own)
+    validation_source = cfg.data.validation_source if name == cfg.data.task else ""
+    if validation_source and split == "validation":
+        task = task._replace(source=validation_source)
     files = open_source(task.source, split, cfg) if split in task.splits else []
-    if own or re.search(r"{split}|^(hf|tfds|seqio):", task.source):
+    if validation_source or re.search(r"{split}|^(hf|tfds|seqio):", task.source):
         return task, files
-    trained = [find_task(other, cfg).source for other in trained_tasks(cfg)]
-    if full_name(task.source) not in map(full_name, trained):
+    train_sources = [find_task(other, cfg).source for other in trained_tasks(cfg)]
+    if full_name(task.source) not in map(full_name, train_sources):
         return task, files
     if split not in ("train", "validation"):
         return task, []

@@ -38,10 +38,10 @@ from configs import METRICS, Config, UserError
 def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> dict:
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
     x = model.decoder_output(params, batch, cfg.model)
-    real = (batch.target_segments > 0).astype("float32")
-    _, sums = model.target_sums(params, x, batch.targets, real, cfg)
+    weight = (batch.target_segments > 0).astype("float32")
+    _, sums = model.loss_sums(params, x, batch.targets, weight, cfg)
     content_weight = is_content.astype("float32")
-    _, content = model.target_sums(params, x, batch.targets, content_weight, cfg)
+    _, content = model.loss_sums(params, x, batch.targets, content_weight, cfg)
     sums["content_loss"] = content["cross_ent_loss"]
     sums["content_tokens"] = content["tokens"]
     return sums
@@ -53,18 +53,18 @@ def evaluate_loss(params, cfg: Config, mesh, batches: list, tokenizer) -> dict:
     content_loss leaves out EOS and sentinels, so it can be compared with unigram_loss.
     bits_per_byte can be compared between vocabularies.
     """
-    totals, size = collections.Counter(), 0
+    totals, num_bytes = collections.Counter(), 0
     for batch in batches:
         is_content = tokenizer.is_content(batch.targets)
         arrays = partition.put_batch((batch, is_content), mesh)
         totals.update(batch_sums(params, *arrays, cfg))
         for ids, kept in zip(batch.targets, is_content):
-            size += len(tokenizer.decode(ids[kept]).encode())
+            num_bytes += len(tokenizer.decode(ids[kept]).encode())
     # Divide once, so that each token has the same weight.
     nats, tokens = totals.pop("content_loss"), totals.pop("content_tokens")
     metrics = model.mean_metrics(totals)
     metrics["content_loss"] = nats / max(tokens, 1)
-    metrics["bits_per_byte"] = nats / math.log(2) / max(size, 1)
+    metrics["bits_per_byte"] = nats / math.log(2) / max(num_bytes, 1)
     return {name: float(value) for name, value in metrics.items()}
 
 
@@ -79,7 +79,7 @@ def unigram_loss(batches: list, tokenizer: data.Tokenizer) -> float:
     return float(np.mean(np.log(total / counts[targets]))) if len(targets) else 0.0
 
 
-def split_loss(params, cfg: Config, mesh, name: str, split: str, tokenizer) -> dict:
+def loss_of_split(params, cfg: Config, mesh, name: str, split: str, tokenizer) -> dict:
     """Return the mean losses and the accuracy of all examples of a split."""
     cfg = replace(cfg, train=replace(cfg.train, eval_batches=0))
     batches = data.batches_of_split(name, split, cfg, tokenizer)
@@ -94,7 +94,7 @@ def held_out_example(params, cfg: Config, mesh, batch: data.Batch, tokenizer) ->
     targets = batch.targets[0][batch.target_segments[0] == 1].tolist()
     example = infer.Example(inputs, targets)
     outputs, _ = next(infer.run_examples(params, cfg, mesh, [example]))
-    if tokenizer.sentinel in inputs:
+    if tokenizer.first_sentinel in inputs:
         sides = [], targets, outputs[0]
         texts = [infer.fill_blanks(inputs, ids, tokenizer) for ids in sides]
     else:
@@ -288,18 +288,18 @@ def rank(params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize=
         choices += answer_choices(name, task, number, example)
     texts = [choice["targets"] for choice in choices]
     correct = [choice["is_correct"] for choice in choices]
-    pairs = [data.encode_pair(choice, task, tokenizer, cfg) for choice in choices]
+    id_pairs = [data.encode_pair(choice, task, tokenizer, cfg) for choice in choices]
     groups = group_choices([choice["idx"] for choice in choices])
     for group in groups:
-        ids = [(tuple(pairs[i][1]), correct[i]) for i in group]
+        ids = [(tuple(id_pairs[i][1]), correct[i]) for i in group]
         if len(dict(ids)) < len(set(ids)):
             raise UserError(
                 f"{name} has a right and a wrong choice with equal token ids, perhaps as "
                 f"--data.targets_length cuts them: {[texts[i] for i in group]}."
             )
-    encoded = (infer.Example(*pair) for pair in pairs)
-    scores = list(infer.run_examples(params, cfg, mesh, encoded, "score"))
-    lengths = [len(targets) for _, targets in pairs]
+    numbered = (infer.Example(*pair) for pair in id_pairs)
+    scores = list(infer.run_examples(params, cfg, mesh, numbered, "score"))
+    lengths = [len(targets) for _, targets in id_pairs]
     if normalize:
         scores = np.divide(scores, lengths).tolist()
     lines = []
@@ -418,7 +418,7 @@ def write_lines(folder, name: str, step: int, lines: list[dict]) -> None:
         configs.write_file(configs.to_path(folder) / f"{name}-{step:08}.jsonl", content)
 
 
-def read_lines(path) -> list[dict]:
+def read_log(path) -> list[dict]:
     """Return the lines of a metrics.jsonl, without one that a killed run cut off."""
     lines = path.read_text().splitlines() if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}")]
@@ -428,7 +428,7 @@ def read_metrics(folders: list) -> dict[int, dict[str, float]]:
     """Return {step: {name: value}} of the files metrics.jsonl of some folders."""
     table = collections.defaultdict(dict)
     for folder in folders:
-        for line in read_lines(configs.to_path(folder) / "metrics.jsonl"):
+        for line in read_log(configs.to_path(folder) / "metrics.jsonl"):
             table[line.pop("step")].update(line)
     return dict(sorted(table.items()))
 
@@ -460,13 +460,13 @@ class Options(configs.Options):
     plot: str = ""  # file for a picture of losses, accuracies, metrics, learning rate
 
 
-def recorded_name(name: str, mode: str, options: Options, trained: Config) -> str:
+def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> str:
     """Name what differs from the run, so that its metrics get columns of their own."""
     if mode == "rank":
         name += "-rank-normalized" if options.normalize else "-rank"
     if mode == "predict":
-        old = configs.flat(trained)
-        for key, value in configs.flat(options.cfg).items():
+        old = configs.flat_settings(run_cfg)
+        for key, value in configs.flat_settings(options.cfg).items():
             if key.startswith("decode.") and value != old[key] and "batch" not in key:
                 name += f"-{key[7:]}={value}"
     return name if options.split == "validation" else f"{name}-{options.split}"
@@ -485,7 +485,7 @@ def record(folder, step: int, name: str, mode: str, metrics: dict, lines: list) 
 def main() -> None:
     options = configs.parse(Options)
     cfg, mesh, tokenizer = infer.open_run(options)
-    trained, _ = configs.load_run(options.run_dir)
+    run_cfg, _ = configs.load_run(options.run_dir)
     if options.tasks:
         cfg = replace(cfg, data=replace(cfg.data, eval_tasks=options.tasks))
     folder = configs.to_path(options.output or f"{options.run_dir}/eval")
@@ -510,13 +510,13 @@ def main() -> None:
             elif mode == "rank":
                 metrics, lines = rank(*args, options.normalize)
             else:
-                metrics, lines = split_loss(*args), []
+                metrics, lines = loss_of_split(*args), []
             count = f" of {len(lines):,} examples" if lines else ""
             print(f"{name}, {options.split}, step {step:,}, {mode}{count}")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             if partition.is_main_process():
-                name = recorded_name(name, mode, options, trained)
+                name = recorded_name(name, mode, options, run_cfg)
                 record(folder, step, name, mode, metrics, lines)
     if partition.is_main_process():
         table = read_metrics([options.run_dir, folder])

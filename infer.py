@@ -61,33 +61,33 @@ def attend_to_cache(q: Array, k: Array, v: Array, mask: Array, bias=None) -> Arr
     return model.dot_product_attention(q, k, v, mask, bias)[:, :, :N]
 
 
-def init_cache(params: dict, encoded: Array, length: int, cfg: ModelConfig, beams=1):
-    """Return two lists with an item for each decoder layer: (cache, fixed).
+def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, beams=1):
+    """Return two lists with an item for each decoder layer: (cache, layers).
 
     An item of the cache is [keys, values], both [B, H, length * beams, C]. An item of
-    fixed is what all steps share: weights, keys and values of cross-attention, and bias.
+    layers is what all steps share: weights, keys and values of cross-attention, and bias.
     """
-    stack, cache, fixed = params["decoder"], [], []
-    layers = model.param_table(cfg)["decoder"]["layers"]
-    for i in range(cfg.num_decoder_layers):
+    stack, cache, layers = params["decoder"], [], []
+    table = model.param_table(arch)["decoder"]["layers"]
+    for i in range(arch.num_decoder_layers):
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
         w = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
-        w = model.gather_weights(layers, w)
-        table = model.bias_table(stack, w["self_attention"], cfg)
-        bias = model.position_bias(table, length, length, False, cfg)
-        cross = model.keys_values(w["cross_attention"], encoded, cfg)
-        B, H, _, C = cross[0].shape
+        w = model.gather_weights(table, w)
+        rel_bias = model.relative_bias(stack, w["self_attention"], arch)
+        bias = model.position_bias(rel_bias, length, length, False, arch)
+        cross_kv = model.keys_values(w["cross_attention"], encoded, arch)
+        B, H, _, C = cross_kv[0].shape
         empty = jnp.zeros((B, H, length * beams, C), encoded.dtype)
         empty = shard(empty, "batch", "heads", None, None)
         cache.append([empty, empty])
-        fixed.append((w, cross, bias))
-    return cache, fixed
+        layers.append((w, cross_kv, bias))
+    return cache, layers
 
 
 def decode_step(
-    params, cfg: ModelConfig, ids, at, cache, fixed, input_segments, ancestors=None
+    params, arch: ModelConfig, ids, t, cache, layers, input_segments, ancestors=None
 ) -> tuple[Array, list]:
-    """Run the decoder on the ids [B, N] of position `at`. Return (logits, cache).
+    """Run the decoder on the ids [B, N] of position t. Return (logits, cache).
 
     The logits of the next ids are float32 [B, N, V]. ancestors [B, N, T]: the beam whose
     keys a beam reads at each position. Without it, a beam reads only its own keys.
@@ -96,27 +96,27 @@ def decode_step(
     T = cache[0][0].shape[2] // N
     if ancestors is None:
         ancestors = jnp.arange(N)[None, :, None]
-    past = (jnp.arange(T) <= at)[:, None]
+    past = (jnp.arange(T) <= t)[:, None]
     visible = past & (ancestors[..., None] == jnp.arange(N))  # [B, N, T, N]
     mask = visible.reshape(len(visible), 1, N, T * N)
     cross_mask = (input_segments > 0)[:, None, None]
     cross_attend = functools.partial(attend_to_cache, mask=cross_mask)
 
     write = lax.dynamic_update_slice_in_dim
-    x = model.embed(params, ids, cfg)
+    x = model.embed(params, ids, arch)
     new_cache = []
-    for stored, (w, cross_kv, bias) in zip(cache, fixed):
-        bias = lax.dynamic_slice_in_dim(bias, at, 1, axis=1)
+    for old_kv, (w, cross_kv, bias) in zip(cache, layers):
+        bias = lax.dynamic_slice_in_dim(bias, t, 1, axis=1)
         bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
 
         def attend(q, k, v):
-            kv = [write(old, new, at * N, axis=2) for old, new in zip(stored, (k, v))]
+            kv = [write(old, new, t * N, axis=2) for old, new in zip(old_kv, (k, v))]
             new_cache.append(kv)
             return attend_to_cache(q, *kv, mask, bias)
 
-        x = model.decoder_layer(w, x, cross_kv, attend, cross_attend, cfg)
-    x = model.end_decoder(params, x, cfg)
-    return model.compute_logits(params, x, cfg), new_cache
+        x = model.decoder_layer(w, x, cross_kv, attend, cross_attend, arch)
+    x = model.final_norm(params, x, arch)
+    return model.compute_logits(params, x, arch), new_cache
 
 
 # ---- greedy decoding and sampling ------------------------------------------------------
@@ -135,16 +135,16 @@ def start_outputs(B: int, N: int, T: int) -> Outputs:
     return Outputs(jnp.zeros((B, N, T), jnp.int32), zeros, zeros > 0)
 
 
-def append_ids(state: Outputs, log_probs: Array, at, *, decode, rngs) -> Outputs:
+def append_ids(state: Outputs, log_probs: Array, t, *, decode_cfg, rngs) -> Outputs:
     """Append the most probable id, or a random one, by the log_probs [B, N, V]."""
-    if decode.samples:
-        ids = sample(log_probs, at, decode, rngs)
+    if decode_cfg.samples:
+        ids = sample(log_probs, t, decode_cfg, rngs)
     else:
         ids = jnp.argmax(log_probs, axis=-1)
     ids = jnp.where(state.done, data.PAD, ids).astype(jnp.int32)
     added = jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0]
     return Outputs(
-        state.ids.at[:, :, at].set(ids),
+        state.ids.at[:, :, t].set(ids),
         state.scores + jnp.where(state.done, 0.0, added),
         state.done | (ids == data.EOS),
     )
@@ -153,28 +153,28 @@ def append_ids(state: Outputs, log_probs: Array, at, *, decode, rngs) -> Outputs
 def sorted_outputs(state: Outputs) -> tuple[Array, Array]:
     """Return (ids, scores), with the best output first."""
     order = jnp.argsort(-state.scores, axis=1)
-    return take(state.ids, order), take(state.scores, order)
+    return gather(state.ids, order), gather(state.scores, order)
 
 
-def take(array: Array, indices: Array) -> Array:
+def gather(array: Array, index: Array) -> Array:
     """Select outputs of each example: array [B, N, ...], indices [B, M]."""
-    return jax.vmap(lambda outputs, chosen: outputs[chosen])(array, indices)
+    return jax.vmap(lambda outputs, chosen: outputs[chosen])(array, index)
 
 
-def output_rngs(seed: int, numbers: Array, N: int) -> Array:
+def output_rngs(seed: int, indices: Array, N: int) -> Array:
     """Return a random key for each output [B, N], which does not depend on its batch."""
     fold_in = jax.vmap(jax.random.fold_in, (None, 0))
-    rngs = fold_in(jax.random.key(seed), numbers)
+    rngs = fold_in(jax.random.key(seed), indices)
     return jax.vmap(fold_in, (0, None))(rngs, jnp.arange(N))
 
 
-def sample(log_probs: Array, at, decode: DecodeConfig, rngs: Array) -> Array:
-    """Draw the id of position `at` for each output, with its random key [B, N]."""
-    logits = log_probs / max(decode.temperature or 1.0, 1e-4)
-    logits = filter_logits(logits, decode.top_k, decode.top_p)
+def sample(log_probs: Array, t, decode_cfg: DecodeConfig, rngs: Array) -> Array:
+    """Draw the id of position t for each output, with its random key [B, N]."""
+    logits = log_probs / max(decode_cfg.temperature or 1.0, 1e-4)
+    logits = filter_logits(logits, decode_cfg.top_k, decode_cfg.top_p)
 
     def draw(rng, logits):
-        return jax.random.categorical(jax.random.fold_in(rng, at), logits)
+        return jax.random.categorical(jax.random.fold_in(rng, t), logits)
 
     return jax.vmap(jax.vmap(draw))(rngs, logits)
 
@@ -225,46 +225,46 @@ def start_beams(B: int, N: int, T: int) -> Beams:
     return Beams(ids, scores, *finished, ancestors, none[:, :1])
 
 
-def length_penalty(tokens, decode: DecodeConfig):
+def length_penalty(tokens, decode_cfg: DecodeConfig):
     """The divisor of a score: that of Wu et al. 2016, as in T5X, or of Hugging Face."""
-    base = {"gnmt": (5 + tokens) / 6, "length": tokens}[decode.penalty]
-    return base**decode.alpha
+    base = {"gnmt": (5 + tokens) / 6, "length": tokens}[decode_cfg.penalty]
+    return base**decode_cfg.alpha
 
 
-def extend_beams(state: Beams, log_probs: Array, at, *, decode: DecodeConfig) -> Beams:
-    """Extend the live beams by the ids of position `at`. log_probs: [B, N, V]."""
+def extend_beams(state: Beams, log_probs: Array, t, *, decode_cfg: DecodeConfig) -> Beams:
+    """Extend the live beams by the ids of position t. log_probs: [B, N, V]."""
     B, N, V = log_probs.shape
     T = state.ids.shape[-1]
     # The 2N best extensions of all beams are among the 2N best of each beam.
     scores, ids = lax.top_k(log_probs + state.scores[..., None], min(2 * N, V))
     width = scores.shape[-1]
-    scores, best = lax.top_k(scores.reshape(B, -1), 2 * N)
-    parents = best // width
-    ids = take(ids.reshape(B, -1), best)
-    extended = take(state.ids, parents).at[:, :, at].set(ids)
+    scores, top = lax.top_k(scores.reshape(B, -1), 2 * N)
+    parents = top // width
+    ids = gather(ids.reshape(B, -1), top)
+    extended = gather(state.ids, parents).at[:, :, t].set(ids)
     ends = ids == data.EOS
 
     live_scores, live = lax.top_k(scores + jnp.where(ends, MASKED, 0.0), N)
-    live_parents = take(parents, live)
-    # A new beam reads what its parent read, then its own keys. JAX ignores at + 1 == T.
-    ancestors = take(state.ancestors, live_parents).at[:, :, at + 1].set(jnp.arange(N))
+    live_parents = gather(parents, live)
+    # A new beam reads what its parent read, then its own keys. JAX ignores t + 1 == T.
+    ancestors = gather(state.ancestors, live_parents).at[:, :, t + 1].set(jnp.arange(N))
 
-    ended_scores = scores / length_penalty(at + 1.0, decode)
-    ended_scores += jnp.where(ends, 0.0, MASKED)
-    both_scores = jnp.concatenate([state.finished_scores, ended_scores], axis=1)
+    new_scores = scores / length_penalty(t + 1.0, decode_cfg)
+    new_scores += jnp.where(ends, 0.0, MASKED)
+    both_scores = jnp.concatenate([state.finished_scores, new_scores], axis=1)
     finished_scores, best = lax.top_k(both_scores, N)
-    finished_ids = take(jnp.concatenate([state.finished_ids, extended], axis=1), best)
-    finished = take(jnp.concatenate([state.finished, ends], axis=1), best)
+    finished_ids = gather(jnp.concatenate([state.finished_ids, extended], axis=1), best)
+    finished = gather(jnp.concatenate([state.finished, ends], axis=1), best)
 
     # The score of a live beam can only fall, and its penalty is at most that of T ids, or
     # in T5X of T + 1. The search ends when no live beam can beat a finished output.
-    bound = live_scores[:, :1] / length_penalty(T + 1.0, decode)
+    bound = live_scores[:, :1] / length_penalty(T + 1.0, decode_cfg)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
     ended = finished_ids, finished_scores, finished
-    return Beams(take(extended, live), live_scores, *ended, ancestors, done)
+    return Beams(gather(extended, live), live_scores, *ended, ancestors, done)
 
 
-def beam_result(state: Beams) -> tuple[Array, Array]:
+def beam_outputs(state: Beams) -> tuple[Array, Array]:
     """Return the finished outputs, or the live beams of an example that has none.
 
     The score of a place without an output is -inf. Live beams have no length penalty.
@@ -278,65 +278,66 @@ def beam_result(state: Beams) -> tuple[Array, Array]:
 # ---- the decoding loop -----------------------------------------------------------------
 
 
-@jax.jit(static_argnames=("cfg", "length", "decode"), out_shardings=P())
+@jax.jit(static_argnames=("arch", "length", "decode_cfg"), out_shardings=P())
 def generate(
     params,
     inputs,
     input_segments,
-    cfg,
+    arch,
     length,
-    decode=DecodeConfig(),
-    numbers=None,
+    decode_cfg=DecodeConfig(),
+    indices=None,
     seed=0,
 ) -> tuple[Array, Array]:
     """Return (ids [B, N, length], scores [B, N]) for inputs [B, S], best output first.
 
     N is decode.beams, or decode.num_return samples, or one greedy output. The ids are 0
-    after EOS. numbers [B]: with them and the seed, the samples of examples are drawn.
+    after EOS. indices [B]: those of the examples, on which random samples depend.
     out_shardings=P() gives the complete results to every process.
     """
     B = len(inputs)
-    if decode.beams:
-        N, state = decode.beams, start_beams(B, decode.beams, length)
-        extend, result = functools.partial(extend_beams, decode=decode), beam_result
+    if decode_cfg.beams:
+        N = decode_cfg.beams
+        state, result = start_beams(B, N, length), beam_outputs
+        extend = functools.partial(extend_beams, decode_cfg=decode_cfg)
     else:
-        N = decode.num_return if decode.samples else 1
-        numbers = jnp.zeros(B, jnp.uint32) if numbers is None else numbers
-        rngs = output_rngs(seed, numbers, N)
+        N = decode_cfg.num_return if decode_cfg.samples else 1
+        indices = jnp.zeros(B, jnp.uint32) if indices is None else indices
+        rngs = output_rngs(seed, indices, N)
         state, result = start_outputs(B, N, length), sorted_outputs
-        extend = functools.partial(append_ids, decode=decode, rngs=rngs)
-    encoded = model.encode(params, inputs, input_segments, cfg)
-    cache, fixed = init_cache(params, encoded, length, cfg, N)
+        extend = functools.partial(append_ids, decode_cfg=decode_cfg, rngs=rngs)
+    encoded = model.encode(params, inputs, input_segments, arch)
+    cache, layers = init_decoder(params, encoded, length, arch, N)
 
     def unfinished(carry):
-        at, _, state, _ = carry
-        return (at < length) & ~jnp.all(state.done)
+        t, _, state, _ = carry
+        return (t < length) & ~jnp.all(state.done)
 
     def decode_position(carry):
-        at, ids, state, cache = carry
-        args = params, cfg, ids, at, cache, fixed, input_segments
-        logits, cache = decode_step(*args, state.ancestors if decode.beams else None)
+        t, ids, state, cache = carry
+        args = params, arch, ids, t, cache, layers, input_segments
+        logits, cache = decode_step(*args, state.ancestors if decode_cfg.beams else None)
         # Each device chooses ids for its own rows, from the whole vocabulary.
         logits = shard(logits, "batch", None, None)
-        state = extend(state, jax.nn.log_softmax(logits), at)
-        return at + 1, state.ids[:, :, at], state, cache
+        state = extend(state, jax.nn.log_softmax(logits), t)
+        return t + 1, state.ids[:, :, t], state, cache
 
     carry = 0, jnp.full((B, N), data.PAD), state, cache  # PAD is the start token of T5
     return result(lax.while_loop(unfinished, decode_position, carry)[2])
 
 
-@jax.jit(static_argnames="cfg", out_shardings=P())
-def score(params: dict, batch: data.Batch, cfg: ModelConfig) -> Array:
+@jax.jit(static_argnames="arch", out_shardings=P())
+def score(params: dict, batch: data.Batch, arch: ModelConfig) -> Array:
     """Return the log-probability of the targets of each row [B], including EOS."""
-    logits = model.forward(params, batch, cfg)
+    logits = model.forward(params, batch, arch)
     losses, *_ = model.cross_entropy(logits, batch.targets)
     return -jnp.sum(losses * (batch.target_segments > 0), axis=1)
 
 
-@jax.jit(static_argnames="cfg", out_shardings=P())
-def mean_vectors(params: dict, batch: data.Batch, cfg: ModelConfig) -> Array:
+@jax.jit(static_argnames="arch", out_shardings=P())
+def mean_vectors(params: dict, batch: data.Batch, arch: ModelConfig) -> Array:
     """Return the mean of the encoder's outputs of each row, float32 [B, D]."""
-    x = model.encode(params, batch.inputs, batch.input_segments, cfg)
+    x = model.encode(params, batch.inputs, batch.input_segments, arch)
     is_input = (batch.input_segments > 0)[..., None]
     total = jnp.sum(x.astype(jnp.float32), axis=1, where=is_input)
     return total / jnp.maximum(jnp.sum(is_input, axis=1), 1)
@@ -348,7 +349,7 @@ def mean_vectors(params: dict, batch: data.Batch, cfg: ModelConfig) -> Array:
 class Example(NamedTuple):
     inputs: Sequence  # token ids, with EOS if the task has it
     targets: Sequence = ()
-    number: int = 0  # selects the random samples
+    index: int = 0  # selects the random samples
 
 
 def run_examples(params, cfg: Config, mesh, examples, mode="predict") -> Iterator:
@@ -362,11 +363,11 @@ def run_examples(params, cfg: Config, mesh, examples, mode="predict") -> Iterato
         while window := list(itertools.islice(examples, 16 * size)):
             order = sorted(range(len(window)), key=lambda i: len(window[i].inputs))
             results = {}
-            for at in range(0, len(order), size):
-                group = order[at : at + size]
-                batch = [window[i] for i in group]
-                results |= zip(group, run_batch(params, cfg, mesh, batch, mode))
-                bar.update(len(group))
+            for start in range(0, len(order), size):
+                indices = order[start : start + size]
+                group = [window[i] for i in indices]
+                results |= zip(indices, run_batch(params, cfg, mesh, group, mode))
+                bar.update(len(indices))
             yield from (results[i] for i in range(len(window)))
 
 
@@ -376,8 +377,8 @@ def run_batch(params: dict, cfg: Config, mesh, group: list[Example], mode: str) 
     # not need more decoding steps than that example.
     rows = min(cfg.decode.batch_size, 1 << (len(group) - 1).bit_length())
     rows = -(-rows // mesh.shape["data"]) * mesh.shape["data"]
-    filled = group + [group[-1]] * (rows - len(group))
-    inputs, targets, numbers = zip(*filled)
+    padded = group + [group[-1]] * (rows - len(group))
+    inputs, targets, indices = zip(*padded)
     batch = data.pad_batch(inputs, targets, padded_length(inputs), padded_length(targets))
     # As in T5X, the id 0 is padding wherever it stands.
     batch = batch._replace(
@@ -386,14 +387,14 @@ def run_batch(params: dict, cfg: Config, mesh, group: list[Example], mode: str) 
     )
     if not batch.input_segments.any(axis=1).all():
         raise UserError("An example has no inputs besides padding.")
-    batch, numbers = partition.put_batch((batch, np.uint32(numbers)), mesh)
+    batch, indices = partition.put_batch((batch, np.uint32(indices)), mesh)
     if mode == "score":
         return np.asarray(score(params, batch, cfg.model)).tolist()[: len(group)]
     if mode == "encode":
         return list(np.asarray(mean_vectors(params, batch, cfg.model))[: len(group)])
     length = cfg.decode.max_len or cfg.data.targets_length
     inputs, segments = batch.inputs, batch.input_segments
-    args = cfg.model, length, cfg.decode, numbers, cfg.train.seed
+    args = cfg.model, length, cfg.decode, indices, cfg.train.seed
     ids, scores = map(np.asarray, generate(params, inputs, segments, *args))
     results = []
     for outputs, own_scores in zip(ids[: len(group)], scores):
@@ -450,10 +451,10 @@ def open_run(options: configs.Options):
 def load_params(cfg: Config, run_dir: str, step: int) -> dict:
     """Return the params of a checkpoint, split over the devices of the mesh."""
     mesh, table = jax.sharding.get_mesh(), model.param_table(cfg.model)
-    splits = partition.flatten(partition.shardings(table, mesh, cfg.mesh.fsdp))
+    shardings = partition.flatten(partition.shardings(table, mesh, cfg.mesh.fsdp))
     abstract = {
         f"params/{name}": jax.ShapeDtypeStruct(
-            p.shape, jnp.float32, sharding=splits[name]
+            p.shape, jnp.float32, sharding=shardings[name]
         )
         for name, p in partition.flatten(table).items()
     }
@@ -465,7 +466,7 @@ def load_params(cfg: Config, run_dir: str, step: int) -> dict:
 # ---- answer files ----------------------------------------------------------------------
 
 
-def line_example(line: dict, number: int, cfg: Config, tokenizer, mode: str) -> Example:
+def line_example(line: dict, index: int, cfg: Config, tokenizer, mode: str) -> Example:
     """Return the Example of a line: texts are tokenized, and ids stay as they are."""
 
     def ids_of(side):
@@ -479,22 +480,22 @@ def line_example(line: dict, number: int, cfg: Config, tokenizer, mode: str) -> 
         ids = value if isinstance(value, list) else [None]
         if any(type(i) is not int or not 0 <= i < size for i in ids):
             raise UserError(
-                f"Example {number + 1} needs {side}: a text, or a list of ids from 0 to "
+                f"Example {index + 1} needs {side}: a text, or a list of ids from 0 to "
                 f"{size - 1}. It has {str(line)[:200]}."
             )
         if [*filter(None, value)][-1:] != [data.EOS]:
             configs.note(f"Some {side} do not end with EOS (the id 1), as T5 expects.")
         return value
 
-    return Example(ids_of("inputs"), ids_of("targets") if mode == "score" else (), number)
+    return Example(ids_of("inputs"), ids_of("targets") if mode == "score" else (), index)
 
 
 def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
     """Yield (line, Example) for each line of --input that belongs to --shard."""
     cfg = options.cfg
     kind, _, name = options.input.partition(":")
-    index, count = map(int, options.shard.split("/"))
-    if not 0 <= index < count:
+    shard, count = map(int, options.shard.split("/"))
+    if not 0 <= shard < count:
         raise UserError(f"--shard {options.shard} is none of 0/{count}, 1/{count}, …")
     if kind == "task":
         name, split = f"{name}:validation".split(":")[:2]
@@ -503,12 +504,12 @@ def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
             raise UserError(f"The task {name} has no split {split}.")
     else:
         task, lines = None, data.read_jsonl(options.input)
-    for number, line in itertools.islice(enumerate(lines), index, None, count):
+    for index, line in itertools.islice(enumerate(lines), shard, None, count):
         if task:
             pair = data.encode_pair(line, task, tokenizer, cfg)
-            yield line, Example(*pair, number)
+            yield line, Example(*pair, index)
         else:
-            yield line, line_example(line, number, cfg, tokenizer, options.mode)
+            yield line, line_example(line, index, cfg, tokenizer, options.mode)
 
 
 def result_fields(line: dict, result, cfg: Config, tokenizer, mode: str) -> dict:
@@ -524,7 +525,7 @@ def result_fields(line: dict, result, cfg: Config, tokenizer, mode: str) -> dict
 
 
 def to_json(line: dict) -> bytes:
-    """Return a line of a JSONL file. It may hold NumPy arrays and half characters."""
+    """Return a line of a JSONL file. It may hold NumPy arrays and lone surrogates."""
     text = json.dumps(line, ensure_ascii=False, default=lambda array: array.tolist())
     return text.encode(errors="backslashreplace") + b"\n"
 
@@ -532,7 +533,7 @@ def to_json(line: dict) -> bytes:
 def job_digest(options: "Options", step: int, tokenizer) -> str:
     """Return a checksum of everything that a result depends on, besides its own line."""
     folder = partition.Checkpoints(options.run_dir).path(step)
-    headers = partition.read_head(folder)[0].values()
+    headers = partition.read_manifest(folder)[0].values()
     weights = [header["crc32"] for shards in headers for header in shards]
     decode = replace(options.cfg.decode, batch_size=0)
     cfg = replace(options.cfg, decode=decode, mesh=None, distributed=None)
@@ -542,12 +543,12 @@ def job_digest(options: "Options", step: int, tokenizer) -> str:
 
 
 def skip_answered(file, lines: Iterator[tuple[dict, Example]], window: int) -> tuple:
-    """Cut an unfinished file after a window. Returns (lines that it has, other lines).
+    """Lock an unfinished file, and cut it after its last complete window.
 
-    A window that is not complete is computed again: in another batch, the last digits of
-    scores would change.
+    Returns (how many lines it keeps, the other lines). A part of a window is computed
+    again: in another batch, the last digits of scores would change.
     """
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails beside an equal command
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if the same command runs
     file.seek(0)
     done, size, again = 0, 0, []
     for count, text in enumerate((x for x in file if x.endswith(b"\n")), 1):
@@ -594,9 +595,9 @@ def run_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> No
 
 def run_texts(texts: Iterable[str], params, options: "Options", mesh, tokenizer) -> None:
     """Print the output for each text, with its gaps filled if it has sentinels."""
-    for number, text in enumerate(texts):
+    for index, text in enumerate(texts):
         line = {"inputs": text.strip()}
-        example = line_example(line, number, options.cfg, tokenizer, "predict")
+        example = line_example(line, index, options.cfg, tokenizer, "predict")
         ((outputs, scores),) = run_examples(params, options.cfg, mesh, [example])
         for ids, value in zip(outputs, scores):
             answer = tokenizer.decode(ids).replace("\n", " ")

@@ -48,24 +48,24 @@ class Param(NamedTuple):
     scale: float = 1.0  # the standard deviation, or the bound of "uniform"
 
 
-def param_table(cfg: ModelConfig) -> dict:
+def param_table(arch: ModelConfig) -> dict:
     """List all parameters as a nested dict of Params.
 
     Initialization, sharding, checkpoints and conversion read this table. The weights of
     all layers are stacked in one array: with 8 layers, (512, 384) becomes (8, 512, 384).
     """
-    D, F, V, A = cfg.d_model, cfg.d_ff, cfg.vocab_size, cfg.num_heads * cfg.d_kv
+    D, F, V, A = arch.d_model, arch.d_ff, arch.vocab_size, arch.num_heads * arch.d_kv
     norm = Param((D,), ("embed",))
-    bias_shape, bias_axes = (cfg.num_heads, cfg.relative_buckets), ("heads", "buckets")
+    bias_shape, bias_axes = (arch.num_heads, arch.relative_buckets), ("heads", "buckets")
     bias = Param(bias_shape, bias_axes, "uniform", (6 / sum(bias_shape)) ** 0.5)
     # All layers of a stack share one table of position biases. In UMT5, each has its own.
-    per_layer = {"relative_bias": bias} if cfg.layer_biases else {}
-    per_stack = {} if cfg.layer_biases else {"relative_bias": bias}
+    per_layer = {"relative_bias": bias} if arch.layer_biases else {}
+    per_stack = {} if arch.layer_biases else {"relative_bias": bias}
 
     # T5 does not divide attention scores by sqrt(C), but the initial query weights.
-    heads = {
+    attn = {
         "norm": norm,
-        "query": Param((D, A), ("embed", "heads"), "normal", (D * cfg.d_kv) ** -0.5),
+        "query": Param((D, A), ("embed", "heads"), "normal", (D * arch.d_kv) ** -0.5),
         "key": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
         "value": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
         "out": Param((A, D), ("heads", "embed"), "normal", A**-0.5),
@@ -73,7 +73,7 @@ def param_table(cfg: ModelConfig) -> dict:
     up = Param((D, F), ("embed", "mlp"), "truncated_normal", D**-0.5)
     down = Param((F, D), ("mlp", "embed"), "truncated_normal", F**-0.5)
     feed_forward = {"norm": norm, "up": up, "down": down}
-    if cfg.activation.startswith("gated_"):
+    if arch.activation.startswith("gated_"):
         feed_forward["gate"] = up
 
     def stacked(depth, layer):
@@ -83,25 +83,25 @@ def param_table(cfg: ModelConfig) -> dict:
         layers = jax.tree.map(add_axis, layer, is_leaf=is_param)
         return {"layers": layers, "norm": norm, **per_stack}
 
-    in_encoder = {"attention": heads | per_layer, "mlp": feed_forward}
+    in_encoder = {"attention": attn | per_layer, "mlp": feed_forward}
     in_decoder = {
-        "self_attention": heads | per_layer,
-        "cross_attention": heads,
+        "self_attention": attn | per_layer,
+        "cross_attention": attn,
         "mlp": feed_forward,
     }
     table = {
         "embed": Param((V, D), ("vocab", "embed"), "normal"),
-        "encoder": stacked(cfg.num_layers, in_encoder),
+        "encoder": stacked(arch.num_layers, in_encoder),
     }
-    if cfg.num_decoder_layers:  # 0 for a model that only encodes
-        table["decoder"] = stacked(cfg.num_decoder_layers, in_decoder)
-        if not cfg.tied:  # T5 1.0 uses the embedding matrix as output matrix
+    if arch.num_decoder_layers:  # 0 for a model that only encodes
+        table["decoder"] = stacked(arch.num_decoder_layers, in_decoder)
+        if not arch.tied:  # T5 1.0 uses the embedding matrix as output matrix
             unembed = Param((D, V), ("embed", "vocab"), "truncated_normal", D**-0.5)
             table["unembed"] = unembed
     return table
 
 
-def init_params(cfg: ModelConfig, rng: Array) -> dict:
+def init_params(arch: ModelConfig, rng: Array) -> dict:
     """Sample the initial parameters. The samples do not depend on the number of devices.
 
     "truncated_normal" is cut at two standard deviations, and then scaled so that its
@@ -118,9 +118,9 @@ def init_params(cfg: ModelConfig, rng: Array) -> dict:
         samples = jax.random.truncated_normal(rng, -2, 2, p.shape)
         return p.scale / 0.87962566103423978 * samples
 
-    table, structure = jax.tree.flatten(param_table(cfg), is_leaf=is_param)
-    rngs = jax.random.split(rng, len(table))
-    return jax.tree.unflatten(structure, map(sample, table, rngs))
+    leaves, structure = jax.tree.flatten(param_table(arch), is_leaf=is_param)
+    rngs = jax.random.split(rng, len(leaves))
+    return jax.tree.unflatten(structure, map(sample, leaves, rngs))
 
 
 # ---- building blocks -------------------------------------------------------------------
@@ -129,10 +129,10 @@ def init_params(cfg: ModelConfig, rng: Array) -> dict:
 ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
 
 
-def compute_dtype(cfg: ModelConfig) -> jnp.dtype:
+def compute_dtype(arch: ModelConfig) -> jnp.dtype:
     """The dtype of activations and matmuls. Parameters are always float32."""
     automatic = "float32" if partition.platform() == "cpu" else "bfloat16"
-    return jnp.dtype(automatic if cfg.dtype == "auto" else cfg.dtype)
+    return jnp.dtype(automatic if arch.dtype == "auto" else arch.dtype)
 
 
 def rms_norm(x: Array, scale: Array) -> Array:
@@ -145,21 +145,23 @@ def rms_norm(x: Array, scale: Array) -> Array:
     return y.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def dropout(x: Array, rate: float, rng: Array | None, axis: int | None = 1) -> Array:
-    """Set random entries of x to zero. Without an rng, return x unchanged.
+def dropout(
+    x: Array, rate: float, rng: Array | None, broadcast_axis: int | None = 1
+) -> Array:
+    """Set random entries of x to zero, and scale up the others. Without rng, return x.
 
-    The mask has size 1 on `axis`. T5 drops the same channels [B, 1, D] at all positions
-    of a row, except at the end of the encoder, where each entry has its own (axis=None).
+    The mask has size 1 on the broadcast_axis: T5 drops a channel at all positions of a
+    row. At the end of the encoder, it drops single entries (broadcast_axis=None).
     """
     if rng is None or rate == 0:
         return x
-    shape = [1 if i == axis else size for i, size in enumerate(x.shape)]
+    shape = [1 if i == broadcast_axis else size for i, size in enumerate(x.shape)]
     keep = jax.random.bernoulli(rng, 1 - rate, shape)
     return x * (keep.astype(x.dtype) / (1 - rate))
 
 
 def split_rng(rng: Array | None, n: int):
-    """Split a key of random numbers. None, which means no dropout, gives n Nones."""
+    """Split a random key into n. None, which means no dropout, gives n Nones."""
     return (None,) * n if rng is None else jax.random.split(rng, n)
 
 
@@ -167,7 +169,7 @@ def split_rng(rng: Array | None, n: int):
 
 
 def relative_bucket(
-    distance: np.ndarray, bidirectional: bool, cfg: ModelConfig
+    relative_position: np.ndarray, bidirectional: bool, arch: ModelConfig
 ) -> np.ndarray:
     """Map relative positions (key minus query) to the buckets of T5.
 
@@ -175,40 +177,41 @@ def relative_bucket(
     exponentially up to relative_max_distance. In the encoder (bidirectional), half of
     the buckets are for later keys. In the decoder, later keys are masked.
     """
-    buckets, offset = cfg.relative_buckets, 0
+    num_buckets, offset = arch.relative_buckets, 0
     if bidirectional:
-        buckets //= 2
-        offset = (distance > 0) * buckets
-        distance = np.abs(distance)
+        num_buckets //= 2
+        offset = (relative_position > 0) * num_buckets
+        distance = np.abs(relative_position)
     else:
-        distance = np.maximum(-distance, 0)
-    exact = buckets // 2
+        distance = np.maximum(-relative_position, 0)
+    max_exact = num_buckets // 2
     # Like T5X, compute in float32 and add a small epsilon. With other rounding, some
     # distances would be in the next bucket.
-    position = np.log(np.float32(distance) / exact + np.finfo(np.float32).eps)
-    position = position / np.log(cfg.relative_max_distance / exact) * (buckets - exact)
-    logarithmic = np.minimum(exact + position.astype(np.int32), buckets - 1)
-    return offset + np.where(distance < exact, distance, logarithmic)
+    log_ratio = np.log(np.float32(distance) / max_exact + np.finfo(np.float32).eps)
+    share = log_ratio / np.log(arch.relative_max_distance / max_exact)
+    large = max_exact + (share * (num_buckets - max_exact)).astype(np.int32)
+    large = np.minimum(large, num_buckets - 1)
+    return offset + np.where(distance < max_exact, distance, large)
 
 
-def bias_table(stack: dict, w: dict, cfg: ModelConfig) -> Array:
+def relative_bias(stack: dict, w: dict, arch: ModelConfig) -> Array:
     """Return the position biases [H, R] of a layer: its own in UMT5, else its stack's."""
-    return (w if cfg.layer_biases else stack)["relative_bias"]
+    return (w if arch.layer_biases else stack)["relative_bias"]
 
 
 def position_bias(
-    table: Array, queries: int, keys: int, bidirectional: bool, cfg: ModelConfig
+    rel_bias: Array, Q: int, K: int, bidirectional: bool, arch: ModelConfig
 ) -> Array:
     """Return the bias [H, Q, K] that is added to the attention scores.
 
-    table [H, R]: the learned bias of each head and bucket. The lookup is a matmul with
-    one-hot vectors, because the gradient of a matmul is fast. Each layer computes the
-    bias again, so that the devices sum only the gradient of the few biases.
+    rel_bias [H, R]: the learned bias of each head and bucket. The lookup is a matmul with
+    one-hot vectors, because the gradient of a matmul is fast. Each layer repeats it, so
+    that devices sum a gradient of the shape [H, R], and not [H, Q, K].
     """
-    distance = np.arange(keys) - np.arange(queries)[:, None]
-    bucket = relative_bucket(distance, bidirectional, cfg)
-    one_hot = jax.nn.one_hot(bucket, cfg.relative_buckets, axis=0, dtype=jnp.float32)
-    return jnp.einsum("hr,rqk->hqk", table.astype(jnp.float32), one_hot)
+    relative_position = np.arange(K) - np.arange(Q)[:, None]
+    bucket = relative_bucket(relative_position, bidirectional, arch)
+    one_hot = jax.nn.one_hot(bucket, arch.relative_buckets, axis=0, dtype=jnp.float32)
+    return jnp.einsum("hr,rqk->hqk", rel_bias.astype(jnp.float32), one_hot)
 
 
 def attention_mask(
@@ -231,6 +234,7 @@ def dot_product_attention(
 ) -> Array:
     """Compute softmax(q k^T + bias) v for all heads, with a softmax in float32.
 
+    The scores are not divided by sqrt(C): param_table scales the query weights instead.
     q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K] or None.
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
@@ -238,19 +242,19 @@ def dot_product_attention(
         # Add the bias as a product with ones: its gradient is then a matmul, which is
         # much faster on a CPU than a sum over the batch.
         scores += jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
-    weights = jax.nn.softmax(jnp.where(mask, scores, -1e10), axis=-1)
-    return jnp.einsum("bhqk,bhkc->bhqc", weights.astype(v.dtype), v)
+    probs = jax.nn.softmax(jnp.where(mask, scores, -1e10), axis=-1)
+    return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
 
 
-def split_heads(x: Array, cfg: ModelConfig) -> Array:
+def split_heads(x: Array, arch: ModelConfig) -> Array:
     """Split activations into heads: [B, K, A] becomes [B, H, K, C]."""
     x = shard(x, "batch", None, "heads")
-    return x.reshape(*x.shape[:2], cfg.num_heads, cfg.d_kv).swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], arch.num_heads, arch.d_kv).swapaxes(1, 2)
 
 
-def keys_values(w: dict, x: Array, cfg: ModelConfig) -> tuple[Array, Array]:
+def keys_values(w: dict, x: Array, arch: ModelConfig) -> tuple[Array, Array]:
     """Project activations [B, K, D] to the keys and values [B, H, K, C] of all heads."""
-    return split_heads(dense(x, w["key"]), cfg), split_heads(dense(x, w["value"]), cfg)
+    return split_heads(dense(x, w["key"]), arch), split_heads(dense(x, w["value"]), arch)
 
 
 def attention(
@@ -258,7 +262,7 @@ def attention(
     x: Array,
     kv: tuple[Array, Array] | None,
     attend: Callable,
-    cfg: ModelConfig,
+    arch: ModelConfig,
     rng: Array | None = None,
 ) -> Array:
     """Normalize activations x [B, Q, D], and compute multi-head attention.
@@ -266,68 +270,68 @@ def attention(
     kv: the keys and values of the encoder's output, or None in self-attention.
     attend: a function (q, k, v) such as `attend_on_mesh` with its other arguments.
     """
-    rng_probabilities, rng_out = split_rng(rng, 2)
+    rng_probs, rng_out = split_rng(rng, 2)
     x = rms_norm(x, w["norm"])
-    q = split_heads(dense(x, w["query"]), cfg)
-    k, v = kv or keys_values(w, x, cfg)
+    q = split_heads(dense(x, w["query"]), arch)
+    k, v = kv or keys_values(w, x, arch)
     # T5 drops a key for all queries of a head at once. Setting the value of this key to
     # zero has the same effect as dropping the probability, and needs a smaller mask.
-    v = dropout(v, cfg.dropout, rng_probabilities, axis=3)
-    heads = attend(q, k, v).swapaxes(1, 2).reshape(*x.shape[:2], -1)
-    out = dense(heads, w["out"])
-    return dropout(shard(out, "batch", None, None), cfg.dropout, rng_out)
+    v = dropout(v, arch.dropout, rng_probs, broadcast_axis=3)
+    attended = attend(q, k, v).swapaxes(1, 2).reshape(*x.shape[:2], -1)
+    out = dense(attended, w["out"])
+    return dropout(shard(out, "batch", None, None), arch.dropout, rng_out)
 
 
-def mlp(w: dict, x: Array, cfg: ModelConfig, rng: Array | None = None) -> Array:
+def mlp(w: dict, x: Array, arch: ModelConfig, rng: Array | None = None) -> Array:
     """Normalize x. Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down."""
     rng_hidden, rng_out = split_rng(rng, 2)
     x = rms_norm(x, w["norm"])
-    activation = ACTIVATIONS[cfg.activation.removeprefix("gated_")]
+    activation = ACTIVATIONS[arch.activation.removeprefix("gated_")]
     up = dense(x, w["up"])
     # T5 1.1 has a gate (Shazeer 2020), T5 1.0 has none.
     hidden = activation(dense(x, w["gate"])) * up if "gate" in w else activation(up)
-    hidden = dropout(shard(hidden, "batch", None, "mlp"), cfg.dropout, rng_hidden)
+    hidden = dropout(shard(hidden, "batch", None, "mlp"), arch.dropout, rng_hidden)
     out = dense(hidden, w["down"])
-    return dropout(shard(out, "batch", None, None), cfg.dropout, rng_out)
+    return dropout(shard(out, "batch", None, None), arch.dropout, rng_out)
 
 
 # ---- encoder and decoder ---------------------------------------------------------------
 
 
-def embed(params: dict, ids: Array, cfg: ModelConfig, rng: Array | None = None) -> Array:
+def embed(params: dict, ids: Array, arch: ModelConfig, rng: Array | None = None) -> Array:
     """Look up the embedding vector of each token id [B, Q]. T5 does not scale them."""
     # Cast after the lookup: the gradient sums over the occurrences of a token in float32.
-    x = params["embed"][ids].astype(compute_dtype(cfg))
-    return dropout(shard(x, "batch", None, None), cfg.dropout, rng)
+    x = params["embed"][ids].astype(compute_dtype(arch))
+    return dropout(shard(x, "batch", None, None), arch.dropout, rng)
 
 
-def encoder_layer(w: dict, x: Array, attend: Callable, cfg, rng=None) -> Array:
+def encoder_layer(w: dict, x: Array, attend: Callable, arch, rng=None) -> Array:
     """Apply self-attention and MLP to activations [B, S, D]."""
     rng_self, rng_mlp = split_rng(rng, 2)
-    x += attention(w["attention"], x, None, attend, cfg, rng_self)
-    return x + mlp(w["mlp"], x, cfg, rng_mlp)
+    x += attention(w["attention"], x, None, attend, arch, rng_self)
+    return x + mlp(w["mlp"], x, arch, rng_mlp)
 
 
 def encode(
-    params: dict, inputs: Array, segments: Array, cfg: ModelConfig, rng=None
+    params: dict, inputs: Array, segments: Array, arch: ModelConfig, rng=None
 ) -> Array:
     """Run the encoder on token ids [B, S]. Returns [B, S, D].
 
     segments [B, S]: the number of each token's example in its row, or 0 for padding.
     """
-    rng_embed, rng_layers, rng_end = split_rng(rng, 3)
+    rng_embed, rng_layers, rng_out = split_rng(rng, 3)
     mask = attention_mask(segments, segments)
 
     def layer(w, x, rng):
-        table = bias_table(params["encoder"], w["attention"], cfg)
+        rel_bias = relative_bias(params["encoder"], w["attention"], arch)
         attend = functools.partial(
-            attend_on_mesh, mask=mask, cfg=cfg, table=table, bidirectional=True
+            attend_on_mesh, mask=mask, arch=arch, rel_bias=rel_bias, bidirectional=True
         )
-        return encoder_layer(w, x, attend, cfg, rng)
+        return encoder_layer(w, x, attend, arch, rng)
 
-    x = embed(params, inputs, cfg, rng_embed)
-    x = run_layers(layer, x, "encoder", params, cfg, rng_layers)
-    return dropout(rms_norm(x, params["encoder"]["norm"]), cfg.dropout, rng_end, None)
+    x = embed(params, inputs, arch, rng_embed)
+    x = run_layers(layer, x, "encoder", params, arch, rng_layers)
+    return dropout(rms_norm(x, params["encoder"]["norm"]), arch.dropout, rng_out, None)
 
 
 def decoder_layer(
@@ -336,7 +340,7 @@ def decoder_layer(
     cross_kv: tuple[Array, Array],
     attend: Callable,
     cross_attend: Callable,
-    cfg: ModelConfig,
+    arch: ModelConfig,
     rng: Array | None = None,
 ) -> Array:
     """Apply self-attention, cross-attention and MLP to activations [B, T, D].
@@ -345,57 +349,59 @@ def decoder_layer(
     the keys and values of earlier tokens.
     """
     rng_self, rng_cross, rng_mlp = split_rng(rng, 3)
-    x += attention(w["self_attention"], x, None, attend, cfg, rng_self)
-    x += attention(w["cross_attention"], x, cross_kv, cross_attend, cfg, rng_cross)
-    return x + mlp(w["mlp"], x, cfg, rng_mlp)
+    x += attention(w["self_attention"], x, None, attend, arch, rng_self)
+    x += attention(w["cross_attention"], x, cross_kv, cross_attend, arch, rng_cross)
+    return x + mlp(w["mlp"], x, arch, rng_mlp)
 
 
-def decode(params: dict, batch, encoded: Array, cfg: ModelConfig, rng=None) -> Array:
+def decode(params: dict, batch, encoded: Array, arch: ModelConfig, rng=None) -> Array:
     """Run the decoder on all target positions of a data.Batch. Returns [B, T, D].
 
     With teacher forcing, its inputs are the targets shifted right by one.
     encoded [B, S, D]: the output of the encoder.
     """
-    rng_embed, rng_layers, rng_end = split_rng(rng, 3)
+    rng_embed, rng_layers, rng_out = split_rng(rng, 3)
     segments = batch.target_segments
     mask = attention_mask(segments, segments, causal=True)
     cross_mask = attention_mask(segments, batch.input_segments)
-    cross_attend = functools.partial(attend_on_mesh, mask=cross_mask, cfg=cfg)
+    cross_attend = functools.partial(attend_on_mesh, mask=cross_mask, arch=arch)
 
     def layer(w, x, rng):
-        table = bias_table(params["decoder"], w["self_attention"], cfg)
-        attend = functools.partial(attend_on_mesh, mask=mask, cfg=cfg, table=table)
-        cross_kv = keys_values(w["cross_attention"], encoded, cfg)
-        return decoder_layer(w, x, cross_kv, attend, cross_attend, cfg, rng)
+        rel_bias = relative_bias(params["decoder"], w["self_attention"], arch)
+        attend = functools.partial(
+            attend_on_mesh, mask=mask, arch=arch, rel_bias=rel_bias
+        )
+        cross_kv = keys_values(w["cross_attention"], encoded, arch)
+        return decoder_layer(w, x, cross_kv, attend, cross_attend, arch, rng)
 
-    x = embed(params, batch.decoder_inputs, cfg, rng_embed)
-    x = run_layers(layer, x, "decoder", params, cfg, rng_layers)
-    return end_decoder(params, x, cfg, rng_end)
+    x = embed(params, batch.decoder_inputs, arch, rng_embed)
+    x = run_layers(layer, x, "decoder", params, arch, rng_layers)
+    return final_norm(params, x, arch, rng_out)
 
 
-def end_decoder(params: dict, x: Array, cfg: ModelConfig, rng=None) -> Array:
+def final_norm(params: dict, x: Array, arch: ModelConfig, rng=None) -> Array:
     """Normalize the activations [B, T, D] after the last layer of the decoder."""
-    return dropout(rms_norm(x, params["decoder"]["norm"]), cfg.dropout, rng)
+    return dropout(rms_norm(x, params["decoder"]["norm"]), arch.dropout, rng)
 
 
-def compute_logits(params: dict, x: Array, cfg: ModelConfig) -> Array:
+def compute_logits(params: dict, x: Array, arch: ModelConfig) -> Array:
     """Compute float32 logits [B, T, V] from the output of the decoder [B, T, D]."""
     x = x.astype(jnp.float32)
-    if cfg.tied:
-        return dense(x * cfg.d_model**-0.5, params["embed"].T)
+    if arch.tied:  # The entries of an embedding are larger than those of an unembedding.
+        return dense(x * arch.d_model**-0.5, params["embed"].T)
     return dense(x, params["unembed"])
 
 
-def decoder_output(params: dict, batch, cfg: ModelConfig, rng=None) -> Array:
+def decoder_output(params: dict, batch, arch: ModelConfig, rng=None) -> Array:
     """Run encoder and decoder on a data.Batch. rng: for dropout. Returns [B, T, D]."""
     rng_encoder, rng_decoder = split_rng(rng, 2)
-    encoded = encode(params, batch.inputs, batch.input_segments, cfg, rng_encoder)
-    return decode(params, batch, encoded, cfg, rng_decoder)
+    encoded = encode(params, batch.inputs, batch.input_segments, arch, rng_encoder)
+    return decode(params, batch, encoded, arch, rng_decoder)
 
 
-def forward(params: dict, batch, cfg: ModelConfig, rng=None) -> Array:
+def forward(params: dict, batch, arch: ModelConfig, rng=None) -> Array:
     """Compute the logits of a data.Batch, float32 [B, T, V]."""
-    return compute_logits(params, decoder_output(params, batch, cfg, rng), cfg)
+    return compute_logits(params, decoder_output(params, batch, arch, rng), arch)
 
 
 # ---- loss ------------------------------------------------------------------------------
@@ -428,12 +434,13 @@ def cross_entropy(
     return loss, z_loss * log_z**2, is_largest & ~are_equal
 
 
-def loss_sums(
+def plain_loss_sums(
     unembedding: dict, x: Array, targets: Array, weight: Array, cfg: Config
 ) -> tuple[Array, dict]:
     """Return the training loss and a dict of sums over the target tokens.
 
-    unembedding: a dict with the output matrix. x [B, T, D]: the output of the decoder.
+    unembedding: {"unembed": [D, V]}, or {"embed": [V, D]} if tied. x [B, T, D]: the output
+    of the decoder. weight [B, T]: 1 for the tokens that count, else 0.
     """
     logits = compute_logits(unembedding, x, cfg.model)
     losses = cross_entropy(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
@@ -443,28 +450,28 @@ def loss_sums(
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 
 
-def target_sums(
+def loss_sums(
     params: dict, x: Array, targets: Array, weight: Array, cfg: Config
 ) -> tuple[Array, dict]:
-    """Compute loss_sums, in chunks if --model.loss says so."""
+    """Compute plain_loss_sums, or the same in chunks of tokens, which saves memory."""
     name = "embed" if cfg.model.tied else "unembed"
     unembedding = {name: params[name]}
-    if chosen_forms(cfg.model)["loss"] == "chunked":
+    if implementations(cfg.model)["loss"] == "chunked":
         from extras import chunked_loss
 
         return chunked_loss.chunked_sums(unembedding, x, targets, weight, cfg)
-    return loss_sums(unembedding, x, targets, weight, cfg)
+    return plain_loss_sums(unembedding, x, targets, weight, cfg)
 
 
 def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
     """Return the training loss of a batch, and a dict of sums over its target tokens.
 
     The loss is the cross entropy plus the z-loss in nats, summed over all target tokens.
-    To get a mean, train.gradients divides it by the number of tokens.
+    To get a mean, train.accumulate_gradients divides it by the number of tokens.
     """
     x = decoder_output(params, batch, cfg.model, rng)
     weight = (batch.target_segments > 0).astype(jnp.float32)  # leaves out padding
-    return target_sums(params, x, batch.targets, weight, cfg)
+    return loss_sums(params, x, batch.targets, weight, cfg)
 
 
 def mean_metrics(sums: dict) -> dict:
@@ -478,22 +485,22 @@ def mean_metrics(sums: dict) -> dict:
 # This section changes where and how the model is computed, but not what.
 
 
-def chosen_forms(cfg: ModelConfig) -> dict[str, str]:
-    """Return which attention and loss run: "xla" in this file, the others in extras/."""
+def implementations(arch: ModelConfig) -> dict[str, str]:
+    """Return which attention and loss run: "xla" is in this file, others in extras/."""
     extras = importlib.util.find_spec("extras") is not None  # or somebody deleted it
     on_tpu = partition.platform() == "tpu"
     # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
-    saves = on_tpu or cfg.vocab_size > 1 << 16
+    chunks = on_tpu or arch.vocab_size > 1 << 16
     automatic = {
         "attention": "kernel" if extras and on_tpu else "xla",
-        "loss": "chunked" if extras and saves else "xla",
+        "loss": "chunked" if extras and chunks else "xla",
     }
-    chosen = {"attention": cfg.attention, "loss": cfg.loss}
-    return {k: automatic[k] if form == "auto" else form for k, form in chosen.items()}
+    chosen = {"attention": arch.attention, "loss": arch.loss}
+    return {k: automatic[k] if name == "auto" else name for k, name in chosen.items()}
 
 
 def dense(x: Array, w: Array) -> Array:
-    """Multiply activations [B, Q, D] by a weight matrix [D, F]."""
+    """Multiply activations [B, Q, inputs] by a weight matrix [inputs, outputs]."""
     if partition.platform() == "cpu":
         # With batch and length in one axis, the gradient of w is a plain matmul, which is
         # 1.4 times as fast on a CPU. A TPU would have to copy the activations.
@@ -502,28 +509,28 @@ def dense(x: Array, w: Array) -> Array:
 
 
 def attend_on_mesh(
-    q, k, v, mask, cfg: ModelConfig, table=None, bidirectional: bool = False
+    q, k, v, mask, arch: ModelConfig, rel_bias=None, bidirectional: bool = False
 ) -> Array:
     """Let each device attend for its own rows and heads, without communication.
 
-    table [H, R]: the position biases, or None in cross-attention.
+    rel_bias [H, R]: the position biases, or None in cross-attention.
     """
     attend = dot_product_attention
-    if chosen_forms(cfg)["attention"] == "kernel":
+    if implementations(arch)["attention"] == "kernel":
         from extras import attention_kernel
 
         attend = attention_kernel.attend  # the same result, faster
 
-    def local(q, k, v, mask, table):
+    def local(q, k, v, mask, rel_bias):
         bias = None
-        if table is not None:
-            bias = position_bias(table, q.shape[2], k.shape[2], bidirectional, cfg)
+        if rel_bias is not None:
+            bias = position_bias(rel_bias, q.shape[2], k.shape[2], bidirectional, arch)
         return attend(q, k, v, mask, bias)
 
-    heads = spec(("batch", "heads"))
-    in_specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
-    sharded = jax.shard_map(local, in_specs=in_specs, out_specs=heads, check_vma=False)
-    return sharded(q, k, v, mask, table)
+    by_head = spec(("batch", "heads"))
+    in_specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
+    sharded = jax.shard_map(local, in_specs=in_specs, out_specs=by_head, check_vma=False)
+    return sharded(q, k, v, mask, rel_bias)
 
 
 # What the forward pass saves for the backward pass, which recomputes everything else. The
@@ -547,28 +554,28 @@ def gather_weights(table: dict, w: dict) -> dict:
 
 
 def run_layers(
-    layer: Callable, x: Array, stack: str, params: dict, cfg: ModelConfig, rng=None
+    layer: Callable, x: Array, stack: str, params: dict, arch: ModelConfig, rng=None
 ) -> Array:
     """Apply all layers of the encoder or decoder to activations x [B, Q, D].
 
     layer: a function (weights, x, rng) -> x. stack: "encoder" or "decoder".
     """
-    table = param_table(cfg)[stack]["layers"]
+    table = param_table(arch)[stack]["layers"]
     # Cast before the loop, so that the all-gathers of FSDP move half as many bytes.
     weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack]["layers"])
     depth = len(jax.tree.leaves(weights)[0])
     rngs = None if rng is None else jax.random.split(rng, depth)
 
-    def step(x, weights_and_rng):
+    def body(x, weights_and_rng):
         w, rng = weights_and_rng
         return layer(gather_weights(table, w), x, rng), None
 
-    # A loop copies the weights of each layer out of the stacked arrays. Unrolling it made
-    # a step of T5 small a quarter faster on a TPU, but the compilation takes longer.
-    unroll = partition.platform() != "cpu" and depth <= 24 and cfg.d_model <= 2048
+    # A loop copies the weights of each layer out of the stacked arrays. Unrolled, a step
+    # of T5 small takes a quarter fewer cycles on a TPU, but it compiles longer.
+    unroll = partition.platform() != "cpu" and depth <= 24 and arch.d_model <= 2048
     # If the loop is unrolled, a barrier keeps XLA from saving what is recomputed.
-    step = jax.checkpoint(step, policy=REMAT[cfg.remat], prevent_cse=unroll)
-    return lax.scan(step, x, (weights, rngs), unroll=unroll)[0]
+    body = jax.checkpoint(body, policy=REMAT[arch.remat], prevent_cse=unroll)
+    return lax.scan(body, x, (weights, rngs), unroll=unroll)[0]
 
 
 # ---- sizes and the command -------------------------------------------------------------
@@ -579,21 +586,21 @@ def count_params(table: dict) -> int:
     return sum(math.prod(p.shape) for p in jax.tree.leaves(table, is_leaf=is_param))
 
 
-def train_flops(cfg: ModelConfig, S: int, T: int) -> int:
+def train_flops(arch: ModelConfig, S: int, T: int) -> int:
     """Count the floating-point operations to train on one row. Only matmuls count.
 
     T5 1.1 small needs 106 billion for S = 512 input tokens and T = 114 target tokens.
     """
-    D, F, A = cfg.d_model, cfg.d_ff, cfg.num_heads * cfg.d_kv
-    mlp_weights = (3 if cfg.activation.startswith("gated_") else 2) * D * F
+    D, F, A = arch.d_model, arch.d_ff, arch.num_heads * arch.d_kv
+    mlp_weights = (3 if arch.activation.startswith("gated_") else 2) * D * F
     encoder = S * (4 * D * A + mlp_weights) + 2 * S * S * A
     # A decoder layer also projects the encoder's output to keys and values.
     decoder = (
         T * (6 * D * A + mlp_weights) + S * 2 * D * A + 2 * T * T * A + 2 * T * S * A
     )
-    layers = cfg.num_layers * encoder + cfg.num_decoder_layers * decoder
+    layers = arch.num_layers * encoder + arch.num_decoder_layers * decoder
     # A multiply-add is two operations. The backward pass costs twice the forward pass.
-    return 3 * 2 * (layers + T * D * cfg.vocab_size)
+    return 3 * 2 * (layers + T * D * arch.vocab_size)
 
 
 def describe_model(cfg: Config) -> str:

@@ -42,8 +42,9 @@ from configs import Config, UserError
 # - Fully sharded data parallelism (--mesh.fsdp, ZeRO-3 of Rajbhandari et al. 2020) also
 #   splits the stored weights over "data". Each layer gathers its weights before use.
 
-# The names of the dimensions that are split, and the mesh axis that splits each. The
-# compiler chooses the sharding of all other arrays, and adds the communication.
+# The logical axes (names of dimensions) that are split, and the mesh axis that splits
+# each, as in Flax and T5X. The compiler chooses the sharding of all other arrays, and adds
+# the communication.
 RULES = {"batch": "data", "vocab": "model", "heads": "model", "mlp": "model"}
 
 
@@ -112,9 +113,9 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
 
     Every process passes the complete batch, and keeps the rows of its own devices.
     """
-    rows = NamedSharding(mesh, P("data"))
+    sharding = NamedSharding(mesh, P("data"))
     return jax.tree.map(
-        lambda a: jax.make_array_from_callback(a.shape, rows, a.__getitem__), batch
+        lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), batch
     )
 
 
@@ -215,21 +216,24 @@ def lock(run_dir: Path):
 #     shards-00001-of-00002.msgpack    the parts of the arrays that process 1 writes
 #     complete                         the number of shard files, written last
 #
-# A shard file begins with a checksum, headers and the state of the data. A header has the
-# name, shape and dtype of its array, its bounds [start, stop] in each dimension, and the
-# place and checksum of its numbers, which follow the list.
+# A shard file begins with a checksum, headers and the data state, from which data.Batches
+# continues. A header has the name, shape and dtype of its array, its bounds [start, stop]
+# in each dimension, and offset and checksum of its numbers, which follow the headers.
 #
 # A kill or a power failure must never leave a damaged checkpoint that looks complete.
 # Therefore all shard files are on disk before the file `complete` is written. A folder
 # without this file is not a checkpoint.
 
 
+Shard = tuple[dict, np.ndarray]  # a header, and the part of an array
+
+
 def shard_file(folder: Path, process: int, processes: int) -> Path:
     return folder / f"shards-{process:05}-of-{processes:05}.msgpack"
 
 
-def local_shards(arrays: dict[str, jax.Array]) -> list[tuple[dict, np.ndarray]]:
-    """Copy the shards that this process writes to the host, as (header, numbers)."""
+def local_shards(arrays: dict[str, jax.Array]) -> list[Shard]:
+    """Copy to the host the shards that this process has to write."""
     chosen = []
     for name, array in sorted(arrays.items()):
         # Devices can hold copies of a shard, which JAX numbers. Every process chooses the
@@ -245,13 +249,13 @@ def local_shards(arrays: dict[str, jax.Array]) -> list[tuple[dict, np.ndarray]]:
     return [(header, np.ascontiguousarray(data)) for header, data in chosen]
 
 
-def write_shards(path: Path, shards: list[tuple[dict, np.ndarray]], state: Any) -> None:
+def write_shards(path: Path, shards: list[Shard], data_state: Any) -> None:
     """Write the result of local_shards and the state of the data to disk."""
     offset, headers = 0, []
     for header, data in shards:
         headers.append(header | {"offset": offset, "crc32": zlib.crc32(data)})
         offset += data.nbytes
-    head = msgpack.packb({"shards": headers, "state": json.dumps(state)})
+    head = msgpack.packb({"shards": headers, "state": json.dumps(data_state)})
     with path.open("wb") as file:
         file.write(msgpack.packb([zlib.crc32(head), head]))
         for _, data in shards:
@@ -271,7 +275,7 @@ def damaged(path: Path) -> UserError:
     )
 
 
-def read_head(folder: Path) -> tuple[dict[str, list], Any]:
+def read_manifest(folder: Path) -> tuple[dict[str, list], Any]:
     """Return {array name: headers of its shards}, and the state of the data."""
     headers, complete = {}, (folder / "complete").read_text()
     if not re.fullmatch("[1-9][0-9]*", complete):
@@ -295,9 +299,9 @@ def read_head(folder: Path) -> tuple[dict[str, list], Any]:
     return headers, json.loads(head["state"])  # which all files have
 
 
-def read_state(folder: Path) -> Any:
+def read_data_state(folder: Path) -> Any:
     """Return the state of the data that a checkpoint holds."""
-    return read_head(folder)[1]
+    return read_manifest(folder)[1]
 
 
 def read_shard(header: dict) -> np.ndarray:
@@ -316,15 +320,15 @@ def read_slice(headers: list[dict], index: tuple, cache: dict) -> np.ndarray:
     wanted = [i.indices(n)[:2] for i, n in zip(index, headers[0]["shape"])]
     out = np.empty([stop - start for start, stop in wanted], headers[0]["dtype"])
     for number, header in enumerate(headers):
-        source, target = [], []
-        for (start, stop), (first, last) in zip(wanted, header["bounds"]):
-            low, high = max(start, first), min(stop, last)
-            source.append(slice(low - first, high - first))
-            target.append(slice(low - start, high - start))
-        if all(part.start < part.stop for part in source):
+        from_shard, to_out = [], []
+        for (start, stop), (shard_start, shard_stop) in zip(wanted, header["bounds"]):
+            low, high = max(start, shard_start), min(stop, shard_stop)
+            from_shard.append(slice(low - shard_start, high - shard_start))
+            to_out.append(slice(low - start, high - start))
+        if all(part.start < part.stop for part in from_shard):
             if number not in cache:
                 cache[number] = read_shard(header)
-            out[tuple(target)] = cache[number][tuple(source)]
+            out[tuple(to_out)] = cache[number][tuple(from_shard)]
     return out
 
 
@@ -333,7 +337,7 @@ def load_arrays(folder: Path, abstract: dict) -> dict[str, jax.Array]:
 
     abstract: {name: ShapeDtypeStruct with a sharding}, for some arrays or for all.
     """
-    stored, _ = read_head(folder)
+    stored, _ = read_manifest(folder)
     check_same([header["crc32"] for headers in stored.values() for header in headers])
     others = [x for x in stored if x.startswith("params/") and x not in abstract]
     if others:
@@ -389,8 +393,8 @@ class Checkpoints:
         path = self.folder / "best"
         return [int(path.read_text())] if path.exists() else []
 
-    def save(self, arrays: dict[str, jax.Array], step: int, state: Any = None) -> None:
-        """Start to write a checkpoint of arrays and of the state of the data (JSON).
+    def save(self, arrays: dict[str, jax.Array], step: int, data_state=None) -> None:
+        """Start to write a checkpoint of arrays and of data_state, which becomes JSON.
 
         Training goes on when the host has a copy of the arrays. The checkpoint counts
         after the next call of `finish`.
@@ -399,7 +403,7 @@ class Checkpoints:
         shards = local_shards(arrays)
         self.path(step).mkdir(parents=True, exist_ok=True)
         path = shard_file(self.path(step), jax.process_index(), jax.process_count())
-        self.writing = step, self.thread.submit(write_shards, path, shards, state)
+        self.writing = step, self.thread.submit(write_shards, path, shards, data_state)
 
     def finish(self) -> None:
         """Complete the checkpoint when all processes have written their shards.

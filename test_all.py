@@ -85,7 +85,7 @@ SMALL = Config(
 UNEVEN = [(36, 9), (12, 5), (7, 1), (36, 9), (20, 3), (3, 2), (36, 7), (25, 9)]
 
 forward = jax.jit(model.forward, static_argnums=2)
-gradients = jax.jit(train.gradients, static_argnums=2)
+gradients = jax.jit(train.accumulate_gradients, static_argnums=2)
 train_step = jax.jit(train.train_step, static_argnums=0)
 
 
@@ -198,7 +198,7 @@ def run(line):
         patch.setattr(sys, "argv", [f"{script}.py", *words])
         patch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
         patch.setattr(partition, "start_jax", lambda cfg: None)
-        patch.setattr(train, "stop_signals", list)
+        patch.setattr(train, "catch_signals", list)
         sys.modules[script].main()
     return output.getvalue()
 
@@ -589,7 +589,7 @@ def quiet(monkeypatch):
     """Train in this process on one device, without examples and signal handlers."""
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
     monkeypatch.setattr(evaluate, "held_out_example", lambda *_: "")
-    monkeypatch.setattr(train, "stop_signals", list)
+    monkeypatch.setattr(train, "catch_signals", list)
 
 
 def small_run(**changes):
@@ -646,7 +646,7 @@ def test_lesson_infer_cached_decoding_equals_uncached_decoding(layer_biases):
     @jax.jit
     def start(params, batch):
         encoded = model.encode(params, batch.inputs, batch.input_segments, cfg.model)
-        return infer.init_cache(params, encoded, 9, cfg.model)
+        return infer.init_decoder(params, encoded, 9, cfg.model)
 
     decode_step = jax.jit(infer.decode_step, static_argnums=1)
     cache, fixed = start(params, batch)
@@ -995,11 +995,11 @@ def test_span_corruption_that_cannot_work_is_refused(changes, message):
 
 
 def test_without_sentinels_only_span_corruption_is_refused():
-    tokenizer = types.SimpleNamespace(extra_ids=0, sentinel=None)
+    tokenizer = types.SimpleNamespace(extra_ids=0, first_sentinel=None)
     with pytest.raises(UserError, match="prefix_lm"):
         data.span_corruption([np.arange(9)], tokenizer, DataConfig(), 0)
     assert data.prefix_lm([np.arange(9)], tokenizer, DataConfig(), 0)
-    tokenizer = types.SimpleNamespace(extra_ids=1, sentinel=9)  # enough for one span
+    tokenizer = types.SimpleNamespace(extra_ids=1, first_sentinel=9)  # enough for one span
     assert data.span_corruption([np.arange(9)], tokenizer, DataConfig(), 0)
 
 
@@ -1392,8 +1392,8 @@ def add_pieces(pieces, *names, kind="USER_DEFINED"):
 def test_sentinels_are_appended_in_descending_order(pieces):
     """In T5's vocabulary of 32,100 ids, <extra_id_0> is 32099 and the last is 32000."""
     tokenizer, bare = data.Tokenizer(pieces, 100), data.Tokenizer(pieces, 0)
-    assert tokenizer.size == bare.size + 100 and bare.sentinel is None
-    assert tokenizer.sentinel == tokenizer.size - 1 and tokenizer.extra_ids == 100
+    assert tokenizer.size == bare.size + 100 and bare.first_sentinel is None
+    assert tokenizer.first_sentinel == tokenizer.size - 1 and tokenizer.extra_ids == 100
     text = "alpha <extra_id_0> beta <extra_id_99> x"
     (ids,) = tokenizer.encode([text])
     assert [i for i in ids if i >= bare.size] == [tokenizer.size - 1, bare.size]
@@ -1401,7 +1401,7 @@ def test_sentinels_are_appended_in_descending_order(pieces):
     (a,) = tokenizer.encode(["alpha"])
     decoded = tokenizer.decode([0, *a, tokenizer.size + 5, *a, 1, *a])
     assert decoded == "alpha ⁇  alpha"
-    ids = np.array([0, 1, 2, 3, bare.size - 1, bare.size, tokenizer.sentinel])
+    ids = np.array([0, 1, 2, 3, bare.size - 1, bare.size, tokenizer.first_sentinel])
     assert np.flatnonzero(tokenizer.is_content(ids)).tolist() == [2, 3, 4]
     assert np.flatnonzero(bare.is_content(ids[:5])).tolist() == [2, 3, 4]
 
@@ -1423,7 +1423,7 @@ def test_a_vocabulary_is_stored_and_compared_byte_by_byte(pieces, tmp_path):
 def test_sentinels_of_a_vocabulary_are_used_and_may_be_followed_by_tokens(pieces):
     more = add_pieces(pieces, "▁<extra_id_1>", "▁<extra_id_0>", "<hl>")
     tokenizer = data.Tokenizer(more, 100)
-    assert tokenizer.extra_ids == 2 and tokenizer.sentinel == tokenizer.size - 2
+    assert tokenizer.extra_ids == 2 and tokenizer.first_sentinel == tokenizer.size - 2
     content = tokenizer.is_content(np.arange(tokenizer.size - 4, tokenizer.size))
     assert content.tolist() == [True, False, False, True]
 
@@ -1521,7 +1521,7 @@ def test_a_checkpoint_is_loaded_on_any_mesh(tmp_path):
         assert step == 7
         assert_equal(loaded, saved)
         assert all(loaded[k].sharding == a.sharding for k, a in template.items())
-    assert partition.read_state(checkpoints.path(7)) == {"row": 3}
+    assert partition.read_data_state(checkpoints.path(7)) == {"row": 3}
 
 
 def test_each_number_is_written_once(tmp_path):
@@ -1531,7 +1531,7 @@ def test_each_number_is_written_once(tmp_path):
     checkpoints = partition.Checkpoints(tmp_path)
     checkpoints.save(arrays, 1)
     checkpoints.finish()
-    headers, _ = partition.read_head(checkpoints.path(1))
+    headers, _ = partition.read_manifest(checkpoints.path(1))
     assert headers.keys() == arrays.keys()
     assert all(len(shards) == 1 for shards in headers.values())
 
@@ -1616,7 +1616,7 @@ def test_a_crash_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
         for step in checkpoints.steps():
             loaded = load_checkpoint(checkpoints, template, step)[1]
             assert_equal(loaded, {1: old, 2: new}[step])
-            state = partition.read_state(checkpoints.path(step))
+            state = partition.read_data_state(checkpoints.path(step))
             assert state == {1: "old", 2: "new"}[step]
         outcomes.append(step)
         checkpoints.save(last, 3)
@@ -1645,7 +1645,7 @@ def test_a_flipped_bit_is_never_used(tmp_path):
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="step_00000001") as error:
-            partition.read_state(checkpoints.path(1))
+            partition.read_data_state(checkpoints.path(1))
             load_checkpoint(checkpoints, template)
         assert str(path) in str(error.value)
     path.write_bytes(whole[:-1])
@@ -1756,7 +1756,7 @@ def test_the_network_equals_that_of_t5x(name):
     expected = case["loss_sum"], case["z_loss"], case["weight_sum"]
     assert_allclose(found, expected, rtol=1e-5)
     grads = partition.flatten(grads)
-    for path, layer, _, name, _ in convert.all_names(cfg):
+    for path, layer, _, name, _ in convert.all_foreign_names(cfg):
         g = grads[path] if layer is None else grads[path][layer]
         expected = case[f"grad_sq/{name}"]
         found = jnp.sum(g * g, tuple(range(expected.ndim, g.ndim)))
@@ -1843,7 +1843,7 @@ def test_dropout_masks_have_the_shapes_of_t5x():
 def test_dropped_values_equal_dropped_probabilities():
     q, k, v, _, mask = make_attention()
     key = jax.random.key(1)
-    dropped = model.dropout(jnp.asarray(v), 0.3, key, axis=3)
+    dropped = model.dropout(jnp.asarray(v), 0.3, key, broadcast_axis=3)
     kept = np.asarray(dropped[..., 0] / v[..., 0])  # [B, H, K]: 0 or 1 / 0.7
     assert set(np.round(kept, 4).ravel()) == {0.0, np.float32(1.4286)}
     found = model.dot_product_attention(q, k, dropped, mask)[:, :, :-1]
@@ -2031,13 +2031,13 @@ def test_the_search_goes_on_while_a_live_beam_can_win():
     ended = dict(finished=jnp.array([[True]]), finished_scores=jnp.array([[-1.0]]))
     for live, done in ((-8.9, False), (-9.1, True)):
         begun = state._replace(scores=jnp.array([[live]]), **ended)
-        assert infer.extend_beams(begun, log_probs, 2, decode=decode).done == done
+        assert infer.extend_beams(begun, log_probs, 2, decode_cfg=decode).done == done
 
 
 def test_an_ended_output_is_padded_and_outputs_are_sorted_by_score():
     state = infer.start_outputs(2, 1, 3)
     log_probs = jnp.log(jnp.array([[[0.1, 0.6, 0.3]], [[0.2, 0.3, 0.5]]]))
-    options = dict(decode=DecodeConfig(), rngs=None)
+    options = dict(decode_cfg=DecodeConfig(), rngs=None)
     for at in range(2):
         state = infer.append_ids(state, log_probs, at, **options)
     assert state.ids[:, 0].tolist() == [[1, 0, 0], [2, 2, 0]]
@@ -2110,7 +2110,7 @@ def test_results_do_not_depend_on_the_batch_or_the_mesh(mode, decode):
     rng, examples = np.random.default_rng(0), []
     for pair in [(5, 3), (30, 8), (1, 5), (16, 2), (17, 20), (2, 4)]:
         ids = (rng.integers(3, 256, length).tolist() for length in pair)
-        examples.append(infer.Example(*ids, number=len(examples)))
+        examples.append(infer.Example(*ids, index=len(examples)))
     weights = jax.device_get(make_params(SMALL))
 
     def results(groups, devices, **mesh):
@@ -2589,7 +2589,7 @@ def test_the_loss_of_a_split_is_that_of_all_its_examples(evaluated, monkeypatch)
     rows = [{"inputs": str(n), "targets": "a"} for n in range(100)]
     count = lambda *args: sum(len(batch.targets.nonzero()[0]) for batch in args[3])
     monkeypatch.setattr(evaluate, "evaluate_loss", count)
-    assert evaluated(evaluate.split_loss, rows) == 2 * len(rows)  # with EOS
+    assert evaluated(evaluate.loss_of_split, rows) == 2 * len(rows)  # with EOS
 
 
 def test_a_task_without_pairs_or_split_is_refused(evaluated):
@@ -2833,7 +2833,7 @@ def test_a_signal_saves_and_stops_after_the_current_step(tmp_path, quiet, monkey
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_the_first_signal_stops_after_a_step_and_the_second_kills(number):
     handlers = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)}
-    received = train.stop_signals()
+    received = train.catch_signals()
     assert not train.must_stop(1, received)
     os.kill(os.getpid(), number)
     assert train.must_stop(2, received)
@@ -2893,7 +2893,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, quiet, monkeypatc
 def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet):
     """Or also with its optimizer and step. Its data begin anew."""
     source = train_small(tmp_path / "source").path(6)
-    stored = convert.read(source).arrays
+    stored = convert.read_model(source).arrays
     first = train.start_run(small_run(), tmp_path / "first", "", "")
     first_batch = next(first.batches)
     cfg = small_run(steps=1001, start_step=1000)
@@ -3136,7 +3136,7 @@ def write_model(folder, m, state, kind="safetensors", **more):
 
 def params_of(weights):
     """Return the parameters of convert.Weights, or of a folder, as a nested dict."""
-    weights = convert.read(weights) if isinstance(weights, Path) else weights
+    weights = convert.read_model(weights) if isinstance(weights, Path) else weights
     return unflatten(weights.arrays)
 
 
@@ -3171,7 +3171,7 @@ def test_hugging_face_and_back(family, kind, tmp_path):
     assert all(np.array_equal(back[name], state[name]) for name in state)
     config = json.loads((tmp_path / "back/config.json").read_text())
     assert hf_config(m).items() <= config.items()
-    again = convert.read(tmp_path / "back")
+    again = convert.read_model(tmp_path / "back")
     assert again.cfg.model == m and (again.tokenizer is not None) == (family == "ByT5")
 
 
@@ -3219,7 +3219,7 @@ def test_logits_of_transformers(family, kind, config, tmp_path):
     """The imported model, and transformers with the exported model, give equal logits."""
     m = replace(SMALL.model, **FAMILIES[family])
     source = write_model(tmp_path / "hf", m, hf_state(m), **config)
-    weights = convert.read(source)
+    weights = convert.read_model(source)
     theirs, ours = logits_of(source, weights, kind)
     assert theirs.std() > 0.05
     assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
@@ -3425,7 +3425,7 @@ def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
     name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
     assert theirs[name].shape == (40, 48)  # d_model, d_ff
     assert_array_equal(params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T)
-    t5x, hugging_face = convert.names("decoder/layers/mlp/down", layer=2)
+    t5x, hugging_face = convert.foreign_names("decoder/layers/mlp/down", layer=2)
     assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
 
 
@@ -3457,7 +3457,7 @@ T5X_MODEL = ModelConfig(  # with matrices that are wide, tall, square and not fa
 def t5x_state(m, seed=0):
     """Return a state of T5X, and gradients of which a step of Adafactor has its slots."""
     rng, tree, layers = np.random.default_rng(seed), {"state/step": np.int32(1000)}, {}
-    for path, _, shape, name, _ in convert.all_names(m):
+    for path, _, shape, name, _ in convert.all_foreign_names(m):
         tree[f"target/{name}"] = rng.standard_normal(shape, dtype=np.float32)
         g = rng.standard_normal(shape, dtype=np.float32)
         layers.setdefault(path, []).append(g)
@@ -3505,7 +3505,7 @@ def test_the_state_of_another_optimizer_is_left_out(slot, tmp_path):
     tree, _ = t5x_state(T5X_MODEL)
     tree["state"]["param_states"]["decoder"]["logits_dense"]["kernel"] |= slot
     source = write_t5x(tmp_path / "t5x", tree)
-    assert not any("opt_state" in name for name in convert.read(source).arrays)
+    assert not any("opt_state" in name for name in convert.read_model(source).arrays)
 
 
 def test_orbax_is_read(tmp_path):
@@ -3514,8 +3514,8 @@ def test_orbax_is_read(tmp_path):
     tree, _ = t5x_state(T5X_MODEL)
     with ocp.PyTreeCheckpointer() as writer:
         writer.save(tmp_path / "checkpoint_1000/state", tree)
-    found = convert.read(tmp_path / "checkpoint_1000").arrays
-    expected = convert.read(write_t5x(tmp_path / "t5x", tree)).arrays
+    found = convert.read_model(tmp_path / "checkpoint_1000").arrays
+    expected = convert.read_model(write_t5x(tmp_path / "t5x", tree)).arrays
     assert found.keys() == expected.keys()
     assert_equal(found, expected)
 
@@ -3629,10 +3629,10 @@ def test_a_vocabulary_is_copied(kind, pieces, tmp_path):
     assert tokenizer.sha256 == facts["vocabulary"]
     assert (tokenizer.size, tokenizer.extra_ids) == (size, sentinels)
     convert.convert(tmp_path / "run", tmp_path / "back", to="hf")
-    if tokenizer.file:
-        content = (source / tokenizer.file).read_bytes()
-        assert (tmp_path / "run" / tokenizer.file).read_bytes() == content
-        assert (tmp_path / "back" / tokenizer.file).read_bytes() == content
+    if tokenizer.file_name:
+        content = (source / tokenizer.file_name).read_bytes()
+        assert (tmp_path / "run" / tokenizer.file_name).read_bytes() == content
+        assert (tmp_path / "back" / tokenizer.file_name).read_bytes() == content
     texts = many_texts()
     if kind == "added tokens":
         texts += ["a <hl> b<hl>c <hl>, x", "Q Q QalphaQ"]

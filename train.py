@@ -48,34 +48,34 @@ except ImportError:  # Without this optional library, there is only metrics.json
 # ---- learning rate ---------------------------------------------------------------------
 
 
-def learning_rate(step: Array | int, cfg: TrainConfig) -> Array:
+def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
     """Return the learning rate of a training step, counted from 0.
 
     The schedule is a product of factors, such as "constant * rsqrt_decay". The factors
     are those of T5X (create_learning_rate_scheduler in t5x/utils.py).
     """
-    step = jnp.maximum(0.0, step - cfg.schedule_offset)
-    warmup = cfg.warmup_steps
+    step = jnp.maximum(0.0, step - train_cfg.schedule_offset)
+    warmup = train_cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
-    cycle = jnp.maximum(0.0, (step - warmup) / cfg.steps_per_cycle)
+    cycle = jnp.maximum(0.0, (step - warmup) / train_cfg.steps_per_cycle)
     factors = {
-        "constant": cfg.learning_rate,
+        "constant": train_cfg.learning_rate,
         # rises from 0 to 1 during the warmup
         "linear_warmup": jnp.minimum(1.0, step / warmup),
         # rises from 0 to learning_rate during the warmup, and then falls linearly
-        "linear_decay": cfg.learning_rate
-        * jnp.minimum(step / warmup, 1 + cfg.decay_factor * (warmup - step)),
+        "linear_decay": train_cfg.learning_rate
+        * jnp.minimum(step / warmup, 1 + train_cfg.decay_factor * (warmup - step)),
         # 1 / sqrt(warmup) during the warmup, and then 1 / sqrt(step)
         "rsqrt_decay": 1 / jnp.sqrt(after_warmup),
         # 1 during the warmup, and then sqrt(warmup / step)
         "rsqrt_normalized_decay": warmup**0.5 / jnp.sqrt(after_warmup),
         # multiplied by decay_factor every steps_per_decay steps
-        "decay_every": cfg.decay_factor ** (step // cfg.steps_per_decay),
-        # falls from 1 to 0 along half a cosine wave, and starts again
+        "decay_every": train_cfg.decay_factor ** (step // train_cfg.steps_per_decay),
+        # after the warmup, falls from 1 to 0 along half a cosine wave, and starts again
         "cosine_decay": jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
     }
     rate = 1.0
-    for name in cfg.schedule.split("*"):
+    for name in train_cfg.schedule.split("*"):
         rate *= factors[name.strip()]
     return jnp.maximum(rate, 1e-8)
 
@@ -105,19 +105,19 @@ def relative_update(path: tuple, u: Array, w: Array) -> Array:
     return jnp.maximum(1e-3, rms(w)) * u / jnp.maximum(1.0, rms(u))
 
 
-def adafactor(rate: Array | float, cfg: TrainConfig) -> optax.GradientTransformation:
+def adafactor(rate: Array, train_cfg: TrainConfig) -> optax.GradientTransformation:
     """Return the Adafactor of T5X, whose weight decay does not depend on the rate."""
     return optax.chain(
         optax.scale_by_factored_rms(),  # g / sqrt(V)
         optax.stateless(partial(jax.tree.map_with_path, relative_update)),
         optax.scale(rate),
-        optax.add_decayed_weights(cfg.weight_decay),
+        optax.add_decayed_weights(train_cfg.weight_decay),
         optax.scale(-1),
     )
 
 
-def adamw(rate: Array | float, cfg: TrainConfig) -> optax.GradientTransformation:
-    return optax.adamw(rate, weight_decay=cfg.weight_decay)
+def adamw(rate: Array, train_cfg: TrainConfig) -> optax.GradientTransformation:
+    return optax.adamw(rate, weight_decay=train_cfg.weight_decay)
 
 
 # --train.optimizer chooses one of these. To add any other optimizer of optax, add it here
@@ -165,7 +165,7 @@ def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
     return jax.tree.map_with_path(with_sharding, shapes)
 
 
-def gradients(
+def accumulate_gradients(
     params: dict, batch: data.Batch, cfg: Config, rng: Array | None
 ) -> tuple[dict, dict]:
     """Compute the gradients of the loss per target token, or over --train.loss_divisor.
@@ -217,7 +217,7 @@ def train_step(
     if cfg.model.dropout:
         # The initial weights use the seed itself, so the dropout masks use seed + 1.
         rng = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
-    sums, grads = gradients(state.params, batch, cfg, rng)
+    sums, grads = accumulate_gradients(state.params, batch, cfg, rng)
     rate = learning_rate(state.step, cfg.train)
     optimizer = OPTIMIZERS[cfg.train.optimizer](rate, cfg.train)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -269,7 +269,7 @@ class Run(NamedTuple):
     """What `start_run` prepares for the training loop."""
 
     mesh: Mesh
-    program: Callable  # the compiled train_step
+    compiled_step: Callable  # train_step as a program for the devices
     state: TrainState
     step: int  # the step at which the run starts or resumes
     batches: data.Batches
@@ -282,20 +282,20 @@ def loop(cfg: Config, run: Run) -> int:
     """Train until step train.steps, or until a signal. Returns the last step."""
     t, state, step = cfg.train, run.state, run.step
     flops = model.train_flops(cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
-    received = stop_signals()
-    clock, clock_step, waited = time.perf_counter(), step, 0.0
+    received = catch_signals()
+    last_time, last_step, data_wait = time.perf_counter(), step, 0.0
     # With disable=None, there is a progress bar only in a terminal.
     bar = tqdm(range(step + 1, t.steps + 1), initial=step, total=t.steps, disable=None)
     for step in bar:
         began = time.perf_counter()
         batch = next(run.batches)
-        waited += time.perf_counter() - began
+        data_wait += time.perf_counter() - began
         # JAX computes the step in the background. Reading a metric waits for its result.
-        state, metrics = run.program(state, partition.put_batch(batch, run.mesh))
-        stops = must_stop(step, received)
-        saves = is_due(t.save_every, step, t) or (stops and t.save_every > 0)
-        logs = is_due(t.log_every, step, t)
-        if logs or saves:
+        state, metrics = run.compiled_step(state, partition.put_batch(batch, run.mesh))
+        stop_now = must_stop(step, received)
+        save_now = is_due(t.save_every, step, t.steps) or (stop_now and t.save_every > 0)
+        log_now = is_due(t.log_every, step, t.steps)
+        if log_now or save_now:
             metrics = jax.device_get(metrics)
             run.checkpoints.finish()  # completes the previous save
             if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
@@ -303,13 +303,13 @@ def loop(cfg: Config, run: Run) -> int:
                     f"At step {step:,}, a loss, gradient or rate is infinite or NaN. "
                     f"Start another run with a lower --train.learning_rate."
                 )
-        if logs:
-            seconds = time.perf_counter() - clock
-            rows = (step - clock_step) * t.batch_size / seconds
+        if log_now:
+            seconds = time.perf_counter() - last_time
+            rows = (step - last_step) * t.batch_size / seconds
             timing = {
                 "rows_per_second": rows,
                 "teraflops": rows * flops / 1e12,
-                "data_wait_fraction": waited / seconds,
+                "data_wait_fraction": data_wait / seconds,
             }
             run.log.write(step, "train", metrics)
             run.log.write(step, "timing", timing)
@@ -318,25 +318,25 @@ def loop(cfg: Config, run: Run) -> int:
                 f"{metrics['accuracy']:.3f}  learning rate {metrics['learning_rate']:.1e}"
                 f"  {rows:.4g} rows/s  {timing['teraflops']:.3g} TFLOP/s"
             )
-        if saves:
+        if save_now:
             run.log.sync()
             run.checkpoints.save(partition.flatten(state), step, run.batches.state)
-        if stops:
+        if stop_now:
             break
         evaluated = run.evaluations(step, state.params)
-        if logs or saves or evaluated:
-            clock, clock_step, waited = time.perf_counter(), step, 0.0
+        if log_now or save_now or evaluated:
+            last_time, last_step, data_wait = time.perf_counter(), step, 0.0
     run.checkpoints.finish()
     run.log.sync()
     return step
 
 
-def is_due(every: int, step: int, t: TrainConfig) -> bool:
+def is_due(every: int, step: int, last_step: int) -> bool:
     """Return whether an action is due: every N steps, and after the last step."""
-    return every > 0 and (step % every == 0 or step == t.steps)
+    return every > 0 and (step % every == 0 or step == last_step)
 
 
-def stop_signals() -> list:
+def catch_signals() -> list:
     """Return a list that gets the first SIGTERM or Ctrl-C. The same again kills."""
     received = []
 
@@ -369,7 +369,7 @@ class Log:
     def __init__(self, run_dir: Path, step: int):
         self.run_dir, self.first = run_dir, step + 1
         self.path = run_dir / "metrics.jsonl"
-        lines = evaluate.read_lines(self.path)
+        lines = evaluate.read_log(self.path)
         self.lines = [line for line in lines if line["step"] <= step]
         self.writers = {}
         self.sync()
@@ -429,31 +429,31 @@ class Evaluations:
             )
         if t.keep_best:
             metric, choose = evaluate.best_of(t.keep_best)
-            made = [f"training_eval/{name}" for name in self.held_out if t.eval_every]
-            made += [f"inference_eval/{x}" for x in self.with_metrics if t.infer_every]
-            if metric.rpartition("/")[0] not in made:
-                raise UserError(f"--train.keep_best {metric}: this run evaluates {made}.")
+            groups = [f"training_eval/{name}" for name in self.held_out if t.eval_every]
+            groups += [f"inference_eval/{x}" for x in self.with_metrics if t.infer_every]
+            if metric.rpartition("/")[0] not in groups:
+                raise UserError(f"--train.keep_best {metric} is none of {groups}.")
             print(f"best     the {choose.__name__}imum {metric}: its checkpoint is kept")
 
     def __call__(self, step: int, params: dict) -> bool:
-        """Make the evaluations that are due and not in the log. Returns if any were."""
-        t, made = self.cfg.train, False
+        """Make the evaluations that are due and not in the log. Return whether any was."""
+        t, evaluated = self.cfg.train, False
         for kind, every, names, evaluation in (
             ("training_eval", t.eval_every, self.held_out, self.measure_loss),
             ("inference_eval", t.infer_every, self.with_metrics, self.measure_outputs),
         ):
             for name in names:
                 group = f"{kind}/{name}"
-                if is_due(every, step, t) and not self.log.has(step, group):
+                if is_due(every, step, t.steps) and not self.log.has(step, group):
                     self.checkpoints.finish()  # A failed evaluation costs no save.
                     metrics = evaluation(name, step, params)
                     self.log.write(step, group, metrics)
                     values = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
                     tqdm.write(f"step {step:,}: held-out {name}: {values}")
-                    made = True
-        if made and t.keep_best and partition.is_main_process():
+                    evaluated = True
+        if evaluated and t.keep_best and partition.is_main_process():
             self.mark_best(*evaluate.best_of(t.keep_best))
-        return made
+        return evaluated
 
     def measure_loss(self, name: str, step: int, params: dict) -> dict[str, float]:
         """Compute the losses of held-out batches, and show one example."""
@@ -480,9 +480,9 @@ class Evaluations:
         }
         if not values:
             group = metric.rpartition("/")[0] + "/"
-            made = {x for line in self.log.lines for x in line if x.startswith(group)}
-            if made and metric not in made:
-                raise UserError(f"--train.keep_best {metric} is none of {sorted(made)}.")
+            names = {x for line in self.log.lines for x in line if x.startswith(group)}
+            if names and metric not in names:
+                raise UserError(f"--train.keep_best {metric} is none of {sorted(names)}.")
             return
         best = choose(reversed(values), key=values.get)  # of equal ones, the latest
         configs.write_file(self.checkpoints.folder / "best", str(best))
@@ -507,12 +507,12 @@ def open_tokenizer(cfg: Config, run_dir: Path, resumes: bool, init_from: str):
 
 
 def load_state(
-    cfg: Config, abstract: TrainState, folder: Path | None, prefix: str
+    cfg: Config, abstract: TrainState, checkpoint: Path | None, prefix: str
 ) -> TrainState:
     """Load the arrays whose names begin with a prefix. The others get initial values."""
     arrays = partition.flatten(abstract)
     wanted = {name: a for name, a in arrays.items() if name.startswith(prefix)}
-    loaded = partition.load_arrays(folder, wanted) if folder else {}
+    loaded = partition.load_arrays(checkpoint, wanted) if checkpoint else {}
     if len(loaded) < len(arrays):
         shardings = jax.tree.map(lambda a: a.sharding, abstract)
         initial = jax.jit(partial(init_state, cfg), out_shardings=shardings)()
@@ -528,20 +528,22 @@ def find_start(cfg: Config, run_dir: Path, init_from: str) -> tuple:
     weights, or with those of `init_from`, whose step and optimizer it takes with
     --train.restore all. Arrays of the checkpoint `folder` with this prefix are loaded.
     """
-    t, resumed = cfg.train, partition.newest_checkpoint(run_dir)
-    folder = resumed or (partition.newest_checkpoint(init_from) if init_from else None)
-    if init_from and not folder:
-        raise UserError(f"{init_from} is no checkpoint, and no run that has one.")
+    t, resume_from = cfg.train, partition.newest_checkpoint(run_dir)
+    checkpoint = resume_from
+    if init_from and not resume_from:
+        checkpoint = partition.newest_checkpoint(init_from)
+        if not checkpoint:
+            raise UserError(f"{init_from} is no checkpoint, and no run that has one.")
     step, prefix = t.start_step, "params/"
-    if resumed or (init_from and t.restore == "all"):
-        step, prefix = int(folder.name[5:]), ""
-    if not resumed and step >= t.steps:
+    if resume_from or (init_from and t.restore == "all"):
+        step, prefix = int(checkpoint.name[5:]), ""
+    if not resume_from and step >= t.steps:
         raise UserError(
             f"A new run at step {step} needs --train.steps above {step}, not {t.steps}."
         )
-    if t.start_step and not folder:
+    if t.start_step and not checkpoint:
         raise UserError("Add --init_from RUN, or --train.start_step 0 without it.")
-    return resumed, folder, step, prefix
+    return resume_from, checkpoint, step, prefix
 
 
 def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
@@ -553,23 +555,23 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
     for name in data.eval_tasks(cfg):
         # An unknown task or metric must not stop a run hours later.
         evaluate.metric_functions(data.find_task(name, cfg))
-    resumed, folder, step, prefix = find_start(cfg, run_dir, init_from)
+    resume_from, checkpoint, step, prefix = find_start(cfg, run_dir, init_from)
     mesh = partition.set_mesh(cfg)
     abstract, lowered = lower_step(cfg, mesh)
     print(f"model    {model.describe_model(cfg)}")
     kind = mesh.devices.flat[0].device_kind
-    forms = model.chosen_forms(cfg.model)
+    forms = model.implementations(cfg.model)
     print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
     replaced = [f"{name} ({form})" for name, form in forms.items() if form != "xla"]
     if replaced:
         print(f"extras   compute instead of model.py: {', '.join(replaced)}")
-    print(f"start    step {step:,}, {folder or 'random weights'}")
+    print(f"start    step {step:,}, {checkpoint or 'random weights'}")
     tokenizer = partition.main_process_first(
-        lambda: open_tokenizer(cfg, run_dir, bool(resumed), init_from)
+        lambda: open_tokenizer(cfg, run_dir, bool(resume_from), init_from)
     )
-    data_state = partition.read_state(resumed) if resumed else None
+    data_state = partition.read_data_state(resume_from) if resume_from else None
     batches = data.Batches(cfg, tokenizer, data_state)
-    partition.check_same((tokenizer.sha256, batches.files))
+    partition.check_same((tokenizer.sha256, batches.files_crc32))
     if partition.is_main_process():
         facts = {"vocabulary": tokenizer.sha256, "init_from": init_from}
         configs.save_run(cfg, run_dir, **facts)
@@ -577,14 +579,14 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
             configs.write_file(run_dir / "recipe.py", Path(recipe).read_text())
     with ThreadPoolExecutor(1) as thread:  # Compile while the state is loaded.
         compiling = thread.submit(lowered.compile)
-        state = load_state(cfg, abstract, folder, prefix)
-        program = compiling.result()
+        state = load_state(cfg, abstract, checkpoint, prefix)
+        compiled_step = compiling.result()
     log = Log(run_dir, step)
     checkpoints = partition.Checkpoints(run_dir, cfg.train.keep)
     evaluations = Evaluations(cfg, mesh, tokenizer, log, checkpoints)
-    if resumed:  # A kill may have prevented the evaluations of this checkpoint.
+    if resume_from:  # A kill may have prevented the evaluations of this checkpoint.
         evaluations(step, state.params)
-    return Run(mesh, program, state, step, batches, log, checkpoints, evaluations)
+    return Run(mesh, compiled_step, state, step, batches, log, checkpoints, evaluations)
 
 
 def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> None:

@@ -44,23 +44,23 @@ def on_each_device(compute, out_specs: tuple, unembedding, x, targets, weight, c
 
 
 def part_sums(unembedding, x, targets, weight, cfg):
-    """Return the sums of model.loss_sums alone, for evaluation."""
+    """Return the sums of model.plain_loss_sums alone, for evaluation."""
 
     def sums_of_part(part):
-        return model.loss_sums(unembedding, *part, cfg)[1]
+        return model.plain_loss_sums(unembedding, *part, cfg)[1]
 
     sums = lax.map(sums_of_part, split_targets(x, targets, weight))
     return (lax.psum(jax.tree.map(lambda a: a.sum(0), sums), "data"),)
 
 
 def part_gradients(unembedding, x, targets, weight, cfg):
-    """Return the sums of model.loss_sums and the gradients of its total.
+    """Return the sums of model.plain_loss_sums and the gradients of its total.
 
     Each device does this for its own rows. The gradients are those of unembedding and x.
     """
 
     def total(unembedding, x, targets, weight):
-        return model.loss_sums(unembedding, x, targets, weight, cfg)
+        return model.plain_loss_sums(unembedding, x, targets, weight, cfg)
 
     def step(carry, part):
         gradients = jax.value_and_grad(total, (0, 1), has_aux=True)
@@ -79,7 +79,7 @@ def part_gradients(unembedding, x, targets, weight, cfg):
 def chunked_sums(
     unembedding: dict, x: Array, targets: Array, weight: Array, cfg: Config
 ) -> tuple[Array, dict]:
-    """Compute what model.loss_sums computes. Only the total loss has a gradient."""
+    """Compute what model.plain_loss_sums computes. Only the total loss has a gradient."""
     sums = on_each_device(part_sums, (P(),), unembedding, x, targets, weight, cfg)[0]
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 

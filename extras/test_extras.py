@@ -89,12 +89,15 @@ def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
 
 def test_auto_chooses_the_faster_forms(monkeypatch):
     large = replace(SMALL.model, vocab_size=250_112)  # that of mT5
-    assert model.chosen_forms(SMALL.model) == {"attention": "xla", "loss": "xla"}
-    assert model.chosen_forms(large) == {"attention": "xla", "loss": "chunked"}
+    assert model.implementations(SMALL.model) == {"attention": "xla", "loss": "xla"}
+    assert model.implementations(large) == {"attention": "xla", "loss": "chunked"}
     monkeypatch.setattr(partition, "platform", lambda: "tpu")
-    assert model.chosen_forms(SMALL.model) == {"attention": "kernel", "loss": "chunked"}
+    assert model.implementations(SMALL.model) == {
+        "attention": "kernel",
+        "loss": "chunked",
+    }
     monkeypatch.setattr(model.importlib.util, "find_spec", lambda name: None)
-    assert model.chosen_forms(large) == {"attention": "xla", "loss": "xla"}
+    assert model.implementations(large) == {"attention": "xla", "loss": "xla"}
 
 
 # ---- t5_tasks --------------------------------------------------------------------------
@@ -202,7 +205,7 @@ FORMATS = [
 
 @pytest.mark.parametrize("name, example, expected", FORMATS)
 def test_formats_make_the_texts_of_t5(name, example, expected):
-    found = configs.TASKS[name].format(example)
+    found = configs.TASKS[name].preprocess(example)
     assert [(row["inputs"], row["targets"]) for row in found] == expected
 
 
@@ -213,13 +216,13 @@ def test_labels_become_the_choices_of_their_task():
     for task in tasks:
         for label, word in [*enumerate(task.choices), (-1, "<unk>")]:
             fields = everything | {"label": label, "number": 2}
-            (row,) = task.format(fields)
+            (row,) = task.preprocess(fields)
             assert row["targets"] == word and row["idx"] == 7
 
 
 def test_metrics_find_what_they_need_in_formatted_examples():
     examples = {name: example for name, example, _ in FORMATS}
-    rows = {name: configs.TASKS[name].format(examples[name]) for name in examples}
+    rows = {name: configs.TASKS[name].preprocess(examples[name]) for name in examples}
     (row,) = rows["super_glue_multirc_v102"]
     assert [row[f"idx/{key}"] for key in ("paragraph", "question", "answer")] == [1, 2, 3]
     (row,) = rows["squad_v010_allanswers"]
@@ -227,7 +230,7 @@ def test_metrics_find_what_they_need_in_formatted_examples():
     assert row["context"] == " it ' s ( a ) \u00a0b ~ ` "
     (row,) = rows["super_glue_record_v102"]
     assert (row["answers"], row["idx/passage"], row["idx/query"]) == ([], 4, 8)
-    (row,) = configs.TASKS[WSC].format(examples[WSC] | {"idx": 5})
+    (row,) = configs.TASKS[WSC].preprocess(examples[WSC] | {"idx": 5})
     assert (row["label"], row["idx"]) == (1, 5)
 
 
@@ -695,7 +698,7 @@ def test_the_tasks_by_rule_have_right_answers():
     for row in rows:
         number = int(re.search(r"\d+", row["inputs"])[0])
         assert row["targets"] == ("no" if number % 2 else "yes")
-    (day,) = [x for x in data.TASKS["by_rule_date"].format(toys.number_fields(12))]
+    (day,) = [x for x in data.TASKS["by_rule_date"].preprocess(toys.number_fields(12))]
     assert day == {"inputs": "date: 1970-01-13", "targets": "13 January 1970"}
 
 
@@ -735,7 +738,7 @@ def test_a_tokenizer_json_is_read_by_its_own_library(tmp_path):
     tokenizer = data.load_tokenizer(
         change(BYTES, data=dict(vocab=f"{tmp_path}/tokenizer.json"))
     )
-    assert (tokenizer.size, tokenizer.sentinel, tokenizer.extra_ids) == (7, 6, 2)
+    assert (tokenizer.size, tokenizer.first_sentinel, tokenizer.extra_ids) == (7, 6, 2)
     (ids,) = tokenizer.encode(["a b<extra_id_0> a"])
     assert ids.tolist() == [3, 4, 6, 3]
     assert tokenizer.decode([3, 4, 6, 1, 3]) == "a b<extra_id_0>"
@@ -789,7 +792,7 @@ def test_t5x_keeps_what_its_weights_do_not_show(tmp_path):
     source = write_model(tmp_path / "hf", m, hf_state(m))
     convert.convert(source, tmp_path / "t5x", to="t5x")
     assert "network.T5Config.emb_dim = 40\n" in (tmp_path / "t5x/config.gin").read_text()
-    assert convert.read(tmp_path / "t5x").cfg.model == m
+    assert convert.read_model(tmp_path / "t5x").cfg.model == m
 
 
 def test_t5x_has_no_umt5(tmp_path):

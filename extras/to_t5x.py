@@ -52,7 +52,7 @@ def write_zarr(folder: Path, name: str, array: np.ndarray) -> dict:
 
 
 def write(weights, names: list[tuple], folder: Path, dtype: np.dtype) -> None:
-    """Write convert.Weights. names: the result of convert.all_names.
+    """Write convert.Weights. names: the result of convert.all_foreign_names.
 
     Raises UserError for UMT5, which T5X does not have.
     """

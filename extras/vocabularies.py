@@ -44,12 +44,12 @@ class OwnTokenizer(data.Tokenizer):
     Sentinels follow its ids.
     """
 
-    file = ""
+    file_name = ""
 
     def __init__(self, vocabulary, extra_ids: int):
         self.vocabulary, self.extra_ids = vocabulary, extra_ids
         self.size = vocabulary.size + extra_ids
-        self.sentinel = self.size - 1 if extra_ids else None
+        self.first_sentinel = self.size - 1 if extra_ids else None
         texts = [vocabulary.decode([i]) for i in range(3, vocabulary.size)]
         self.serialized = json.dumps([texts, extra_ids]).encode()
 
@@ -61,20 +61,22 @@ class OwnTokenizer(data.Tokenizer):
         for part in re.split(r"(<extra_id_\d+>)", text):
             number = int(part[10:-1]) if part.startswith("<extra_id_") else self.extra_ids
             if number < self.extra_ids:
-                ids.append(self.sentinel - number)
+                ids.append(self.first_sentinel - number)
             else:
                 ids.extend(map(index, self.vocabulary.encode(part)))  # no decimals
         if ids and not data.UNK <= min(ids) <= max(ids) < self.size:
             raise UserError(f"VOCABULARY.encode({text!r:.80}) gives the ids {ids}.")
         return ids
 
-    def text(self, ids):
+    def decode_pieces(self, ids):
         text, part = "", []
         for i in ids:
             if i < self.vocabulary.size:
                 part += [i] if i > data.UNK else []
             else:
-                text += f"{self.vocabulary.decode(part)}<extra_id_{self.sentinel - i}>"
+                text += (
+                    f"{self.vocabulary.decode(part)}<extra_id_{self.first_sentinel - i}>"
+                )
                 part = []
         return text + self.vocabulary.decode(part)
 
@@ -82,23 +84,23 @@ class OwnTokenizer(data.Tokenizer):
 class JsonTokenizer(data.Tokenizer):
     """A tokenizer.json of Hugging Face, which their library reads itself."""
 
-    file = "tokenizer.json"
+    file_name = "tokenizer.json"
 
     def __init__(self, serialized: bytes):
         import tokenizers
 
-        self.library = tokenizers.Tokenizer.from_buffer(serialized)
-        self.library.no_truncation()
-        self.library.no_padding()
-        ids = range(self.library.get_vocab_size())
-        self.set_pieces(serialized, [self.library.id_to_token(i) or "" for i in ids])
+        self.processor = tokenizers.Tokenizer.from_buffer(serialized)
+        self.processor.no_truncation()
+        self.processor.no_padding()
+        ids = range(self.processor.get_vocab_size())
+        self.set_pieces(serialized, [self.processor.id_to_token(i) or "" for i in ids])
 
     def encode(self, texts):
-        found = self.library.encode_batch(texts, add_special_tokens=False)
+        found = self.processor.encode_batch(texts, add_special_tokens=False)
         return [np.array(text.ids, np.int32) for text in found]
 
-    def text(self, ids):
-        return self.library.decode(ids, skip_special_tokens=False)
+    def decode_pieces(self, ids):
+        return self.processor.decode(ids, skip_special_tokens=False)
 
 
 def load(vocab: str, cfg: Config) -> data.Tokenizer:
