@@ -197,9 +197,6 @@ def stack_layers(layers: dict[str, list]) -> dict[str, np.ndarray]:
     return stacked
 
 
-SLOTS = ("v", "v_row", "v_col")
-
-
 def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.ndarray]:
     """Return T5X's averages of squared gradients with the names of train.TrainState.
 
@@ -209,25 +206,24 @@ def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.n
     """
     layers = {}
     for path, _, _, name, _ in all_foreign_names(arch):
-        for slot in SLOTS:
+        for slot in ("v", "v_row", "v_col"):
             array = slots.get(f"{name}/{slot}", np.zeros(1))
             layers.setdefault(f"opt_state/0/{slot}/{path}", []).append(np.float32(array))
     unused = {name: parts[0] for name, parts in layers.items() if parts[0].size == 1}
-    plain = stack_layers(layers) | unused
-    table = partition.flatten(model.param_table(arch))
-    shapes = {path: jax.ShapeDtypeStruct(p.shape, "float32") for path, p in table.items()}
-    expected = jax.eval_shape(optax.scale_by_factored_rms().init, shapes)
+    count = {"opt_state/0/count": np.int32(step)}
+    plain = stack_layers(layers) | unused | count
+
+    def init():
+        params = model.init_params(arch, jax.random.key(0))
+        return {"opt_state": [optax.scale_by_factored_rms().init(params)]}
+
+    expected = partition.flatten(jax.eval_shape(init))
     other = [name for name, a in slots.items() if name.endswith("/m") and a.size > 1]
-    other += [
-        f"{path}/{slot}"
-        for slot in SLOTS
-        for path, like in getattr(expected, slot).items()
-        if plain[f"opt_state/0/{slot}/{path}"].shape != like.shape
-    ]
+    other += [name for name, a in expected.items() if plain[name].shape != a.shape]
     if other:
         print(f"The state of another optimizer, such as {other[0]}, is left out.")
         return {}
-    return plain | {"opt_state/0/count": np.int32(step)}
+    return plain
 
 
 # ---- reading T5X and Mesh TensorFlow ---------------------------------------------------
@@ -335,13 +331,6 @@ def read_hf_file(file: Path) -> dict[str, np.ndarray]:
     """Read one file of weights, with the names and axes of PyTorch."""
     if file.suffix == ".safetensors":
         return safetensors.numpy.load_file(file)
-    if file.suffix == ".msgpack":  # of Flax, which stores a kernel as [inputs, outputs]
-        tree = partition.flatten(flax.serialization.msgpack_restore(file.read_bytes()))
-        arrays = {}
-        for name, array in tree.items():
-            parent, _, kind = name.replace("/", ".").rpartition(".")
-            arrays[f"{parent}.weight"] = array.T if kind == "kernel" else array
-        return arrays
     import torch  # weights_only refuses a pickle that would run code
 
     if zipfile.is_zipfile(file) and (name := zipfile.ZipFile(file).testzip()):
@@ -357,7 +346,7 @@ def read_hf_file(file: Path) -> dict[str, np.ndarray]:
 
 def read_hf_weights(folder: Path) -> dict[str, np.ndarray]:
     """Read the files of weights in a folder, with the names and axes of PyTorch."""
-    for name in ("model.safetensors", "flax_model.msgpack", "pytorch_model.bin"):
+    for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).exists():
             return read_hf_file(folder / name)
         index = folder / f"{name}.index.json"
@@ -369,9 +358,7 @@ def read_hf_weights(folder: Path) -> dict[str, np.ndarray]:
             if len(arrays) != len(files):  # Without its lm_head, a model would look tied.
                 raise UserError(f"{folder} does not have the arrays of {index.name}.")
             return arrays
-    raise UserError(
-        f"{folder} has no model.safetensors, flax_model or pytorch_model.bin."
-    )
+    raise UserError(f"{folder} has no model.safetensors or pytorch_model.bin.")
 
 
 def read_json(path: Path) -> dict:
@@ -627,9 +614,7 @@ def write_run(weights: Weights, folder: Path) -> None:
         weights.tokenizer.save(folder)
         facts["vocabulary"] = weights.tokenizer.sha256
     arrays = {name: jnp.asarray(array) for name, array in weights.arrays.items()}
-    checkpoints = partition.Checkpoints(folder)
-    checkpoints.save(arrays, weights.step)
-    checkpoints.finish()
+    partition.Checkpoints(folder).save(arrays, weights.step)
     configs.save_run(weights.cfg, folder, **facts)
 
 

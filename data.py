@@ -131,6 +131,9 @@ def load_tokenizer(cfg: Config, run_dir: str | None = None) -> Tokenizer:
         tokenizer = vocabularies.load(vocab, cfg)
     if tokenizer.size > cfg.model.vocab_size:
         raise UserError(f"This vocabulary needs --model.vocab_size {tokenizer.size}.")
+    facts = configs.load_run(run_dir)[1] if run_dir else {}
+    if tokenizer.sha256 != facts.get("vocabulary", tokenizer.sha256):
+        raise UserError(f"{run_dir} has another vocabulary than at its beginning.")
     return tokenizer
 
 
@@ -147,19 +150,16 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
             break
     print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
     model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=model,
-            vocab_size=size,
-            **dict(pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1),
-            character_coverage=0.9999,
-            max_sentence_length=16_000,
-            minloglevel=2,
-            num_threads=4,  # fixed, because another number gives another vocabulary
-        )
-    except RuntimeError as error:  # too little text, for example
-        raise UserError(f"--data.vocab {cfg.data.vocab}: {error}") from None
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=model,
+        vocab_size=size,
+        **dict(pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1),
+        character_coverage=0.9999,
+        max_sentence_length=16_000,
+        minloglevel=2,
+        num_threads=4,  # fixed, because another number gives another vocabulary
+    )
     return model.getvalue()
 
 
@@ -260,11 +260,6 @@ def prefix_lm(documents: list, tokenizer, data_cfg: DataConfig, *key: int) -> li
     return [(ids[:cut], ids[cut:]) for ids, cut in zip(documents, cuts)]
 
 
-def pairs(documents: list, tokenizer, data_cfg: DataConfig, *key: int) -> list:
-    """The documents are pairs already."""
-    return documents
-
-
 # ---- documents and examples ------------------------------------------------------------
 
 
@@ -297,14 +292,14 @@ class Task(NamedTuple):
     choices: tuple = ()  # the words for the classes 0, 1, ...
     postprocess: str | Callable = ""  # a name in evaluate.POSTPROCESSORS, or a function
     splits: tuple = ("train", "validation", "test")
-    objective: Callable = pairs  # or span_corruption, prefix_lm, or one like these
-    inputs_eos: bool = True  # False in T0
-    eos_after_trim: bool = True  # False in T0
+    # span_corruption, prefix_lm or one like these. None: the documents are pairs already.
+    objective: Callable | None = None
+    always_eos: bool = True  # False in T0, as `with_eos` says
 
 
 def cut_documents(documents: list, task: Task, data_cfg: DataConfig) -> list:
     """Cut texts to the length of examples, after joining them (prefix_lm joins none)."""
-    if task.objective is pairs:
+    if not task.objective:
         return documents
     length = data_cfg.inputs_length - 1  # leaves room for EOS
     if task.objective is not prefix_lm:  # as in T5, without EOS between the documents
@@ -317,17 +312,19 @@ def cut_documents(documents: list, task: Task, data_cfg: DataConfig) -> list:
 
 def make_examples(documents: list, task: Task, tokenizer, cfg: Config, *key) -> list:
     """Return the example (inputs, targets) of each document, with EOS."""
+    if task.objective:
+        documents = task.objective(documents, tokenizer, cfg.data, *key)
     return [
         (with_eos(a, "inputs", task, cfg.data), with_eos(b, "targets", task, cfg.data))
-        for a, b in task.objective(documents, tokenizer, cfg.data, *key)
+        for a, b in documents
     ]
 
 
 def with_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.ndarray:
     """Truncate, and append EOS. T0 has none in inputs, and loses it in long targets."""
     limit = data_cfg.inputs_length if side == "inputs" else data_cfg.targets_length
-    end = [EOS] if side == "targets" or task.inputs_eos else []
-    kept = limit - len(end) * task.eos_after_trim
+    end = [EOS] if side == "targets" or task.always_eos else []
+    kept = limit - task.always_eos
     return np.concatenate([ids[:kept], end], dtype=np.int32, casting="unsafe")[:limit]
 
 
@@ -436,13 +433,11 @@ def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iter
     """Yield the items of an endless iterator, `ahead` of which a thread computes."""
     futures = deque(thread.submit(next, iterator) for _ in range(ahead))
 
-    def items():
-        while True:
-            item = futures.popleft().result()
-            futures.append(thread.submit(next, iterator))
-            yield item
+    def take():
+        futures.append(thread.submit(next, iterator))
+        return futures.popleft().result()
 
-    return items()
+    return iter(take, None)  # calls take again and again
 
 
 def stream(name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor) -> Iterator:
@@ -537,35 +532,25 @@ class Batches:
         examples = [examples[i] for i in order]
         packed = fill_rows(examples, row_of[order], rows, self.limits)
         if not total:
-            print_filling(packed, sizes, self.limits)
+            cut = (sizes >= self.limits).any(axis=1).mean()
+            unknown = (packed.inputs == UNK).sum() / sizes[:, 0].sum()
+            print(f"data     {cut:.0%} of the examples fill a row or were cut")
+            print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
         return packed
-
-    def make_rows(self, first_row: int) -> Iterator:
-        """Yield (the five arrays of a row, the state after it)."""
-        while True:
-            tasks = {name: [*cursor] for name, cursor in self.cursors.items()}
-            packed = self.pack_rows()
-            for row in range(first_row, len(packed.inputs)):
-                state = {"row": row + 1, "tasks": tasks, "files": self.files_crc32}
-                yield [array[row] for array in packed], state
-            first_row = 0
 
     def make_batches(self) -> Iterator:
         """Yield (batch, the state after it)."""
-        rows = self.make_rows(self.state["row"])
+        rows, first = [], self.state["row"]
         while True:
-            arrays, states = zip(*itertools.islice(rows, self.cfg.train.batch_size))
-            yield Batch(*map(np.stack, zip(*arrays))), states[-1]
-
-
-def print_filling(batch: Batch, sizes: np.ndarray, limits) -> None:
-    inputs, targets = sizes.sum(axis=0) / len(batch.inputs) / limits
-    unknown = (batch.inputs == UNK).sum() / sizes[:, 0].sum()
-    cut = (sizes >= limits).any(axis=1).mean()
-    print(
-        f"data     inputs filled to {inputs:.1%}, targets to {targets:.1%}; "
-        f"{cut:.0%} of the examples fill a row or were cut; {unknown:.2%} unknown"
-    )
+            tasks = {name: [*cursor] for name, cursor in self.cursors.items()}
+            packed = self.pack_rows()
+            for i in range(first, len(packed.inputs)):
+                rows.append([array[i] for array in packed])
+                if len(rows) == self.cfg.train.batch_size:
+                    state = {"row": i + 1, "tasks": tasks, "files": self.files_crc32}
+                    yield Batch(*map(np.stack, zip(*rows))), state
+                    rows = []
+            first = 0
 
 
 def batches_of_split(
@@ -586,7 +571,7 @@ def batches_of_split(
 
 
 def encode_pair(document: dict, task: Task, tokenizer: Tokenizer, cfg: Config):
-    task = task._replace(objective=pairs)
+    task = task._replace(objective=None)
     return make_examples(tokenize([document], task, tokenizer), task, tokenizer, cfg)[0]
 
 
@@ -737,7 +722,7 @@ def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
 
 
 def texts_of(document: dict, task: Task) -> list:
-    names = ("inputs", "targets") if task.objective is pairs else ("text",)
+    names = ("text",) if task.objective else ("inputs", "targets")
     return [document[name] for name in names]
 
 
@@ -770,7 +755,7 @@ def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
                 raise UserError(f"{task.source} has ids outside the vocabulary: {ids}.")
             ids = ids[:-1] if ids[-1] == EOS else ids
         result.append(np.asarray(ids, np.int32))
-    return [*zip(result[::2], result[1::2])] if task.objective is pairs else result
+    return result if task.objective else [*zip(result[::2], result[1::2])]
 
 
 # ---- tasks and mixtures ----------------------------------------------------------------
@@ -793,20 +778,18 @@ def load_extras():
     return t5_tasks
 
 
-def mixture_rates(name: str, cfg: Config, within: tuple = ()) -> dict[str, float]:
+def mixture_rates(name: str, cfg: Config) -> dict[str, float]:
     """Return the rate of each task of a mixture. A task of rate 0 is only evaluated."""
     if name not in {**TASKS, **MIXTURES} and ":" not in name:
         load_extras()
     if name not in MIXTURES:
         return {name: 1.0}
     rates, members = Counter(), MIXTURES[name]
-    if name in within:
-        raise UserError(f"The mixture {name} contains itself.")
     has_source = cfg.data.validation_source or (cfg.data.source and not callable(members))
     if has_source and name == cfg.data.task:
         raise UserError(f"The mixture {name} has no sources of its own: its tasks have.")
     for member, rate in (members(cfg) if callable(members) else members).items():
-        inner = mixture_rates(member, cfg, (*within, name))
+        inner = mixture_rates(member, cfg)
         for task, share in inner.items():
             rates[task] += rate * share / sum(inner.values())
     if min(rates.values()) < 0 or not 0 < sum(rates.values()) < np.inf:

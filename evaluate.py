@@ -35,16 +35,11 @@ from configs import METRICS, Config, UserError
 
 
 @jax.jit(static_argnames="cfg")
-def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> dict:
+def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> list[dict]:
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
     x = model.decoder_output(params, batch, cfg.model)
-    weight = (batch.target_segments > 0).astype("float32")
-    _, sums = model.loss_sums(params, x, batch.targets, weight, cfg)
-    content_weight = is_content.astype("float32")
-    _, content = model.loss_sums(params, x, batch.targets, content_weight, cfg)
-    sums["content_loss"] = content["cross_ent_loss"]
-    sums["content_tokens"] = content["tokens"]
-    return sums
+    weights = [w.astype("float32") for w in (batch.target_segments > 0, is_content)]
+    return [model.loss_sums(params, x, batch.targets, w, cfg)[1] for w in weights]
 
 
 def evaluate_loss(params, cfg: Config, mesh, batches: list, tokenizer) -> dict:
@@ -53,17 +48,17 @@ def evaluate_loss(params, cfg: Config, mesh, batches: list, tokenizer) -> dict:
     content_loss leaves out EOS and sentinels, so it can be compared with unigram_loss.
     bits_per_byte can be compared between vocabularies.
     """
-    totals, num_bytes = collections.Counter(), 0
+    sums, content, num_bytes = collections.Counter(), collections.Counter(), 0
     for batch in batches:
         is_content = tokenizer.is_content(batch.targets)
         arrays = partition.put_batch((batch, is_content), mesh)
-        totals.update(batch_sums(params, *arrays, cfg))
+        for total, new in zip((sums, content), batch_sums(params, *arrays, cfg)):
+            total.update(new)
         for ids, kept in zip(batch.targets, is_content):
             num_bytes += len(tokenizer.decode(ids[kept]).encode())
     # Divide once, so that each token has the same weight.
-    nats, tokens = totals.pop("content_loss"), totals.pop("content_tokens")
-    metrics = model.mean_metrics(totals)
-    metrics["content_loss"] = nats / max(tokens, 1)
+    metrics, nats = model.mean_metrics(sums), content["cross_ent_loss"]
+    metrics["content_loss"] = model.mean_metrics(content)["cross_ent_loss"]
     metrics["bits_per_byte"] = nats / math.log(2) / max(num_bytes, 1)
     return {name: float(value) for name, value in metrics.items()}
 
@@ -436,12 +431,11 @@ def read_metrics(folders: list) -> dict[int, dict[str, float]]:
 def write_csv(path: str, table: dict) -> None:
     """Write a row for each step and a column for each metric of held-out examples."""
     names = sorted({name for row in table.values() for name in row if "_eval/" in name})
+    rows = [{"step": step} | row for step, row in table.items() if row.keys() & {*names}]
     with open(path, "w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(["step", *names])
-        for step, row in table.items():
-            if row.keys() & set(names):
-                writer.writerow([step, *(row.get(name, "") for name in names)])
+        writer = csv.DictWriter(file, ["step", *names], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 # ---- the command -----------------------------------------------------------------------

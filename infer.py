@@ -41,7 +41,7 @@ import configs
 import data
 import model
 import partition
-from configs import Config, DecodeConfig, DistributedConfig, ModelConfig, UserError
+from configs import Config, DecodeConfig, ModelConfig, UserError
 from partition import shard
 
 # ---- the cache and one decoding step ---------------------------------------------------
@@ -438,13 +438,8 @@ def open_run(options: configs.Options):
     if not options.run_dir:
         raise UserError("Name the run that has the model: --run_dir DIR.")
     cfg = options.cfg
-    _, facts = configs.load_run(options.run_dir)
-    partition.start_jax(cfg)
-    shared = replace(cfg, distributed=DistributedConfig())
-    partition.check_same(replace(options, cfg=shared))
+    partition.start_jax(options)
     tokenizer = data.load_tokenizer(cfg, options.run_dir)
-    if tokenizer.sha256 != facts.get("vocabulary", tokenizer.sha256):
-        raise UserError(f"{options.run_dir} has another vocabulary than in training.")
     return cfg, partition.set_mesh(cfg), tokenizer
 
 
@@ -459,8 +454,7 @@ def load_params(cfg: Config, run_dir: str, step: int) -> dict:
         for name, p in partition.flatten(table).items()
     }
     arrays = partition.load_arrays(partition.Checkpoints(run_dir).path(step), abstract)
-    structure = jax.tree.structure(table, is_leaf=partition.is_param)
-    return jax.tree.unflatten(structure, arrays.values())
+    return jax.tree.unflatten(jax.tree.structure(table), arrays.values())
 
 
 # ---- answer files ----------------------------------------------------------------------
@@ -542,24 +536,22 @@ def job_digest(options: "Options", step: int, tokenizer) -> str:
     return f"{zlib.crc32(repr(job).encode()):08x}"
 
 
-def skip_answered(file, lines: Iterator[tuple[dict, Example]], window: int) -> tuple:
-    """Lock an unfinished file, and cut it after its last complete window.
+def skip_answered(file, lines: Iterator[tuple[dict, Example]], window: int) -> int:
+    """Lock an unfinished file, cut it after its last complete window, and skip its lines.
 
-    Returns (how many lines it keeps, the other lines). A part of a window is computed
-    again: in another batch, the last digits of scores would change.
+    A part of a window is computed again: in another batch, the last digits of scores
+    would change. Returns the number of lines skipped.
     """
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if the same command runs
     file.seek(0)
-    done, size, again = 0, 0, []
-    for count, text in enumerate((x for x in file if x.endswith(b"\n")), 1):
-        again.append(next(lines, [{}]))
-        old, new = json.loads(text), json.loads(to_json(again[-1][0]))
+    done = sum(text.endswith(b"\n") for text in file) // window * window
+    file.seek(0)
+    for text in itertools.islice(file, done):
+        old, new = json.loads(text), json.loads(to_json(next(lines, [{}])[0]))
         if any(old.get(side) != new.get(side) for side in ("inputs", "targets")):
             raise UserError(f"{file.name} was begun with other inputs: remove it.")
-        if count % window == 0:
-            done, size, again = count, file.tell(), []
-    file.truncate(size)
-    return done, itertools.chain(again, lines)
+    file.truncate()
+    return done
 
 
 def run_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> None:
@@ -571,7 +563,7 @@ def run_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> No
     if partition.is_main_process():
         digest = job_digest(options, step, tokenizer)
         file = open(f"{options.output}.{digest}.partial", "a+b")
-        done, lines = skip_answered(file, lines, 16 * cfg.decode.batch_size)
+        done = skip_answered(file, lines, 16 * cfg.decode.batch_size)
     done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
     if done:
         configs.note(f"{done:,} answers of a killed command are there already.")

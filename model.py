@@ -23,7 +23,8 @@ Comments and einsums use these letters for the shapes:
 import functools
 import importlib.util
 import math
-from typing import Callable, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Callable, Literal
 
 import jax
 import jax.numpy as jnp
@@ -34,12 +35,13 @@ from jax import checkpoint_policies as policies
 import configs
 import partition
 from configs import Config, ModelConfig
-from partition import is_param, shard, spec
+from partition import shard, spec
 
 # ---- parameters ------------------------------------------------------------------------
 
 
-class Param(NamedTuple):
+@dataclass(frozen=True)
+class Param:
     """The shape of a parameter, the names of its axes, and how it is initialized."""
 
     shape: tuple[int, ...]
@@ -78,10 +80,9 @@ def param_table(arch: ModelConfig) -> dict:
 
     def stacked(depth, layer):
         def add_axis(p):
-            return p._replace(shape=(depth, *p.shape), axes=("layers", *p.axes))
+            return replace(p, shape=(depth, *p.shape), axes=("layers", *p.axes))
 
-        layers = jax.tree.map(add_axis, layer, is_leaf=is_param)
-        return {"layers": layers, "norm": norm, **per_stack}
+        return {"layers": jax.tree.map(add_axis, layer), "norm": norm, **per_stack}
 
     in_encoder = {"attention": attn | per_layer, "mlp": feed_forward}
     in_decoder = {
@@ -118,21 +119,12 @@ def init_params(arch: ModelConfig, rng: Array) -> dict:
         samples = jax.random.truncated_normal(rng, -2, 2, p.shape)
         return p.scale / 0.87962566103423978 * samples
 
-    leaves, structure = jax.tree.flatten(param_table(arch), is_leaf=is_param)
+    leaves, structure = jax.tree.flatten(param_table(arch))
     rngs = jax.random.split(rng, len(leaves))
     return jax.tree.unflatten(structure, map(sample, leaves, rngs))
 
 
 # ---- building blocks -------------------------------------------------------------------
-
-# Like T5X, jax.nn.gelu computes the tanh approximation of GELU.
-ACTIVATIONS = {"relu": jax.nn.relu, "gelu": jax.nn.gelu, "silu": jax.nn.silu}
-
-
-def compute_dtype(arch: ModelConfig) -> jnp.dtype:
-    """The dtype of activations and matmuls. Parameters are always float32."""
-    automatic = "float32" if partition.platform() == "cpu" else "bfloat16"
-    return jnp.dtype(automatic if arch.dtype == "auto" else arch.dtype)
 
 
 def rms_norm(x: Array, scale: Array) -> Array:
@@ -286,7 +278,8 @@ def mlp(w: dict, x: Array, arch: ModelConfig, rng: Array | None = None) -> Array
     """Normalize x. Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down."""
     rng_hidden, rng_out = split_rng(rng, 2)
     x = rms_norm(x, w["norm"])
-    activation = ACTIVATIONS[arch.activation.removeprefix("gated_")]
+    # Like T5X, jax.nn.gelu computes the tanh approximation of GELU.
+    activation = getattr(jax.nn, arch.activation.removeprefix("gated_"))
     up = dense(x, w["up"])
     # T5 1.1 has a gate (Shazeer 2020), T5 1.0 has none.
     hidden = activation(dense(x, w["gate"])) * up if "gate" in w else activation(up)
@@ -300,8 +293,10 @@ def mlp(w: dict, x: Array, arch: ModelConfig, rng: Array | None = None) -> Array
 
 def embed(params: dict, ids: Array, arch: ModelConfig, rng: Array | None = None) -> Array:
     """Look up the embedding vector of each token id [B, Q]. T5 does not scale them."""
-    # Cast after the lookup: the gradient sums over the occurrences of a token in float32.
-    x = params["embed"][ids].astype(compute_dtype(arch))
+    # Parameters are float32. All activations get the dtype of x, but only after the
+    # lookup, so that the gradient sums over the occurrences of a token in float32.
+    automatic = "float32" if partition.platform() == "cpu" else "bfloat16"
+    x = params["embed"][ids].astype(automatic if arch.dtype == "auto" else arch.dtype)
     return dropout(shard(x, "batch", None, None), arch.dropout, rng)
 
 
@@ -550,7 +545,7 @@ def gather_weights(table: dict, w: dict) -> dict:
 
     table: the Params of all layers, whose first axis is that of the layers.
     """
-    return jax.tree.map(lambda p, w: shard(w, *p.axes[1:]), table, w, is_leaf=is_param)
+    return jax.tree.map(lambda p, w: shard(w, *p.axes[1:]), table, w)
 
 
 def run_layers(
@@ -583,7 +578,7 @@ def run_layers(
 
 def count_params(table: dict) -> int:
     """Return the number of weights in a nested dict of Params."""
-    return sum(math.prod(p.shape) for p in jax.tree.leaves(table, is_leaf=is_param))
+    return sum(math.prod(p.shape) for p in jax.tree.leaves(table))
 
 
 def train_flops(arch: ModelConfig, S: int, T: int) -> int:
@@ -595,9 +590,7 @@ def train_flops(arch: ModelConfig, S: int, T: int) -> int:
     mlp_weights = (3 if arch.activation.startswith("gated_") else 2) * D * F
     encoder = S * (4 * D * A + mlp_weights) + 2 * S * S * A
     # A decoder layer also projects the encoder's output to keys and values.
-    decoder = (
-        T * (6 * D * A + mlp_weights) + S * 2 * D * A + 2 * T * T * A + 2 * T * S * A
-    )
+    decoder = T * (6 * D * A + mlp_weights) + 2 * S * D * A + 2 * T * (T + S) * A
     layers = arch.num_layers * encoder + arch.num_decoder_layers * decoder
     # A multiply-add is two operations. The backward pass costs twice the forward pass.
     return 3 * 2 * (layers + T * D * arch.vocab_size)

@@ -11,15 +11,14 @@ splits the weights. RULES says which mesh axis splits each dimension of an array
 
 import contextlib
 import fcntl
-import json
 import os
 import re
 import shutil
 import sys
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import jax
 import msgpack
@@ -92,19 +91,12 @@ def platform() -> str:
 
 def shardings(table: dict, mesh: Mesh, fsdp: bool) -> dict:
     """Return the NamedSharding of each model.Param of a nested dict."""
-    return jax.tree.map(
-        lambda param: NamedSharding(mesh, spec(param.axes, fsdp)), table, is_leaf=is_param
-    )
-
-
-def is_param(x: Any) -> bool:
-    """Whether x is a model.Param, a tuple that functions for trees must not enter."""
-    return hasattr(x, "axes")
+    return jax.tree.map(lambda p: NamedSharding(mesh, spec(p.axes, fsdp)), table)
 
 
 def flatten(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by name: {"a": {"b": 1}} becomes {"a/b": 1}."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_param)
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
@@ -153,13 +145,13 @@ def is_main_process() -> bool:
     return jax.process_index() == 0
 
 
-def start_jax(cfg: Config) -> None:
-    """Connect to the other processes of a run, and turn on the compilation cache.
+def start_jax(options: configs.Options) -> None:
+    """Connect to the other processes, compare flags, and turn on the compilation cache.
 
     Without the --distributed flags, JAX detects clusters such as Cloud TPU and SLURM. If
     one process ends, JAX ends the others after --distributed.timeout seconds.
     """
-    d = cfg.distributed
+    d = options.cfg.distributed
     try:
         jax.distributed.initialize(
             d.coordinator or None,
@@ -175,6 +167,7 @@ def start_jax(cfg: Config) -> None:
         sys.stdout = open(os.devnull, "w")
     cache = jax.config.jax_compilation_cache_dir or "~/.cache/plain_t5/compiled"
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
+    check_same(replace(options, cfg=replace(options.cfg, distributed=None)))
 
 
 def check_same(value: Any) -> None:
@@ -185,16 +178,6 @@ def check_same(value: Any) -> None:
             "The processes of this run have different settings or files: start the same "
             "command on all machines, with the same vocabulary, data and checkpoints."
         )
-
-
-def main_process_first(work: Callable) -> Any:
-    """Call work() on process 0, then on the others, which find the files it wrote."""
-    if not is_main_process():
-        multihost_utils.sync_global_devices("process 0 is ready")
-    result = work()
-    if is_main_process():
-        multihost_utils.sync_global_devices("process 0 is ready")
-    return result
 
 
 def lock(run_dir: Path):
@@ -255,7 +238,7 @@ def write_shards(path: Path, shards: list[Shard], data_state: Any) -> None:
     for header, data in shards:
         headers.append(header | {"offset": offset, "crc32": zlib.crc32(data)})
         offset += data.nbytes
-    head = msgpack.packb({"shards": headers, "state": json.dumps(data_state)})
+    head = msgpack.packb({"shards": headers, "state": data_state})
     with path.open("wb") as file:
         file.write(msgpack.packb([zlib.crc32(head), head]))
         for _, data in shards:
@@ -296,12 +279,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, list], Any]:
         for header in head["shards"]:
             where = {"file": path, "offset": unpacker.tell() + header["offset"]}
             headers.setdefault(header["name"], []).append(header | where)
-    return headers, json.loads(head["state"])  # which all files have
-
-
-def read_data_state(folder: Path) -> Any:
-    """Return the state of the data that a checkpoint holds."""
-    return read_manifest(folder)[1]
+    return headers, head["state"]  # which all files have
 
 
 def read_shard(header: dict) -> np.ndarray:
@@ -370,10 +348,7 @@ class Checkpoints:
     """Save and list the checkpoints of one run. Every process calls each method."""
 
     def __init__(self, run_dir: Path | str, keep: int = 3):
-        self.folder = configs.to_path(run_dir) / "checkpoints"
-        self.keep = keep
-        self.thread = ThreadPoolExecutor(1)
-        self.writing = None  # (step, Future) of a save that is not yet complete
+        self.folder, self.keep = configs.to_path(run_dir) / "checkpoints", keep
 
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:08}"
@@ -394,30 +369,16 @@ class Checkpoints:
         return [int(path.read_text())] if path.exists() else []
 
     def save(self, arrays: dict[str, jax.Array], step: int, data_state=None) -> None:
-        """Start to write a checkpoint of arrays and of data_state, which becomes JSON.
+        """Write a checkpoint, which is complete when all processes have written.
 
-        Training goes on when the host has a copy of the arrays. The checkpoint counts
-        after the next call of `finish`.
+        They wait for each other, so they must call this after the same step.
         """
-        self.finish()
-        shards = local_shards(arrays)
-        self.path(step).mkdir(parents=True, exist_ok=True)
-        path = shard_file(self.path(step), jax.process_index(), jax.process_count())
-        self.writing = step, self.thread.submit(write_shards, path, shards, data_state)
-
-    def finish(self) -> None:
-        """Complete the checkpoint when all processes have written their shards.
-
-        The processes wait for each other, so they must call this after the same step.
-        """
-        if not self.writing:
-            return
-        step, future = self.writing
-        self.writing = None
-        future.result()  # raises the error of the thread, such as a full disk
+        count = jax.process_count()
+        path = shard_file(self.path(step), jax.process_index(), count)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_shards(path, local_shards(arrays), data_state)
         multihost_utils.sync_global_devices(f"shards of step {step}")
         if is_main_process():
-            count = jax.process_count()
             for process in range(count):  # An error here: not all see the same folder.
                 shard_file(self.path(step), process, count).stat()
             configs.write_file(self.path(step) / "complete", str(count))

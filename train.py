@@ -19,7 +19,7 @@ import math
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Callable, NamedTuple
@@ -38,7 +38,7 @@ import data
 import evaluate
 import model
 import partition
-from configs import Config, DistributedConfig, TrainConfig, UserError
+from configs import Config, TrainConfig, UserError
 
 try:
     from tensorboardX import SummaryWriter
@@ -201,8 +201,7 @@ def accumulate_gradients(
         return jax.tree.map(jnp.add, total, new), None
 
     first = jax.tree.map(lambda a: a[0], (microbatches, rngs))
-    shapes = jax.eval_shape(sums_and_gradients, *first)
-    zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(sums_and_gradients, *first))
     return lax.scan(add, zeros, (microbatches, rngs))[0]
 
 
@@ -297,7 +296,6 @@ def loop(cfg: Config, run: Run) -> int:
         log_now = is_due(t.log_every, step, t.steps)
         if log_now or save_now:
             metrics = jax.device_get(metrics)
-            run.checkpoints.finish()  # completes the previous save
             if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
                 raise UserError(
                     f"At step {step:,}, a loss, gradient or rate is infinite or NaN. "
@@ -326,7 +324,6 @@ def loop(cfg: Config, run: Run) -> int:
         evaluated = run.evaluations(step, state.params)
         if log_now or save_now or evaluated:
             last_time, last_step, data_wait = time.perf_counter(), step, 0.0
-    run.checkpoints.finish()
     run.log.sync()
     return step
 
@@ -445,7 +442,6 @@ class Evaluations:
             for name in names:
                 group = f"{kind}/{name}"
                 if is_due(every, step, t.steps) and not self.log.has(step, group):
-                    self.checkpoints.finish()  # A failed evaluation costs no save.
                     metrics = evaluation(name, step, params)
                     self.log.write(step, group, metrics)
                     values = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
@@ -490,20 +486,6 @@ class Evaluations:
 
 
 # ---- the start of a run ----------------------------------------------------------------
-
-
-def open_tokenizer(cfg: Config, run_dir: Path, resumes: bool, init_from: str):
-    """Return the vocabulary. Process 0 of a new run saves it; the others read that."""
-    folder = run_dir
-    if partition.is_main_process() and not resumes:
-        folder = configs.run_of(init_from) if init_from else None
-    tokenizer = data.load_tokenizer(cfg, folder)
-    facts = configs.load_run(run_dir)[1] if resumes else {}
-    if tokenizer.sha256 != facts.get("vocabulary", tokenizer.sha256):
-        raise UserError(f"{run_dir} has another vocabulary than at its beginning.")
-    if partition.is_main_process():
-        tokenizer.save(run_dir)
-    return tokenizer
 
 
 def load_state(
@@ -566,13 +548,13 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
     if replaced:
         print(f"extras   compute instead of model.py: {', '.join(replaced)}")
     print(f"start    step {step:,}, {checkpoint or 'random weights'}")
-    tokenizer = partition.main_process_first(
-        lambda: open_tokenizer(cfg, run_dir, bool(resume_from), init_from)
-    )
-    data_state = partition.read_data_state(resume_from) if resume_from else None
+    origin = run_dir if resume_from else init_from and configs.run_of(init_from)
+    tokenizer = data.load_tokenizer(cfg, origin)
+    data_state = partition.read_manifest(resume_from)[1] if resume_from else None
     batches = data.Batches(cfg, tokenizer, data_state)
     partition.check_same((tokenizer.sha256, batches.files_crc32))
     if partition.is_main_process():
+        tokenizer.save(run_dir)
         facts = {"vocabulary": tokenizer.sha256, "init_from": init_from}
         configs.save_run(cfg, run_dir, **facts)
         if recipe.endswith(".py"):
@@ -659,9 +641,7 @@ def parse_new(flags, run_dir: str, argv: list[str] | None) -> Options:
 def main() -> None:
     options = parse()
     run_dir = configs.to_path(options.run_dir)
-    partition.start_jax(options.cfg)
-    shared = replace(options.cfg, distributed=DistributedConfig())
-    partition.check_same(replace(options, cfg=shared))
+    partition.start_jax(options)
     with partition.lock(run_dir):
         train(options.cfg, run_dir, options.config, options.init_from)
 

@@ -46,7 +46,7 @@ def tokenize_file(number: int, options: Options) -> None:
     """Write the ids of one file of the source to OUTPUT/SPLIT-NUMBER-of-ALL.parquet."""
     task, files = open_files(options)
     tokenizer = load_tokenizer(options.cfg, options.run_dir)
-    is_pair = task.objective is data.pairs
+    is_pair = not task.objective
     names = ["inputs", "targets"] if is_pair else ["text"]
     schema = pyarrow.schema({name: pyarrow.list_(pyarrow.int32()) for name in names})
     path = f"{options.output}/{options.split}-{number:05}-of-{len(files):05}.parquet"

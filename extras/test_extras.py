@@ -743,6 +743,7 @@ def test_a_tokenizer_json_is_read_by_its_own_library(tmp_path):
     assert ids.tolist() == [3, 4, 6, 3]
     assert tokenizer.decode([3, 4, 6, 1, 3]) == "a b<extra_id_0>"
     tokenizer.save(tmp_path / "run")
+    configs.save_run(BYTES, tmp_path / "run")
     assert data.load_tokenizer(BYTES, tmp_path / "run").sha256 == tokenizer.sha256
 
 
