@@ -158,6 +158,12 @@ def split_rng(rng: Array | None, n: int):
 
 
 # ---- attention -------------------------------------------------------------------------
+# attention                  projects activations to heads, and their outputs back
+#   attend_on_mesh           lets each device compute its rows and heads (last section)
+#     position_bias          looks up a learned bias for the bucket of each distance
+#     dot_product_attention  softmax(q k^T + bias) v
+
+KV = tuple[Array, Array]  # the keys and values of all heads, both [B, H, K, C]
 
 
 def relative_bucket(
@@ -244,18 +250,13 @@ def split_heads(x: Array, arch: ModelConfig) -> Array:
     return x.reshape(*x.shape[:2], arch.num_heads, arch.d_kv).swapaxes(1, 2)
 
 
-def keys_values(w: dict, x: Array, arch: ModelConfig) -> tuple[Array, Array]:
-    """Project activations [B, K, D] to the keys and values [B, H, K, C] of all heads."""
+def keys_values(w: dict, x: Array, arch: ModelConfig) -> KV:
+    """Project activations [B, K, D] to keys and values."""
     return split_heads(dense(x, w["key"]), arch), split_heads(dense(x, w["value"]), arch)
 
 
 def attention(
-    w: dict,
-    x: Array,
-    kv: tuple[Array, Array] | None,
-    attend: Callable,
-    arch: ModelConfig,
-    rng: Array | None = None,
+    w: dict, x: Array, kv: KV | None, attend: Callable, arch: ModelConfig, rng=None
 ) -> Array:
     """Normalize activations x [B, Q, D], and compute multi-head attention.
 
@@ -330,13 +331,7 @@ def encode(
 
 
 def decoder_layer(
-    w: dict,
-    x: Array,
-    cross_kv: tuple[Array, Array],
-    attend: Callable,
-    cross_attend: Callable,
-    arch: ModelConfig,
-    rng: Array | None = None,
+    w: dict, x: Array, cross_kv: KV, attend, cross_attend, arch: ModelConfig, rng=None
 ) -> Array:
     """Apply self-attention, cross-attention and MLP to activations [B, T, D].
 
@@ -400,6 +395,10 @@ def forward(params: dict, batch, arch: ModelConfig, rng=None) -> Array:
 
 
 # ---- loss ------------------------------------------------------------------------------
+# loss_fn                    runs the network
+#   loss_sums                takes all logits at once, or chunks (in extras/)
+#     plain_loss_sums        computes logits, and sums the losses of all tokens
+#       cross_entropy        the losses of each token
 
 
 def cross_entropy(
