@@ -10,6 +10,7 @@ is a Config; --config takes its name, or a Python file that defines CONFIG.
 import argparse
 import dataclasses
 import functools
+import importlib.util
 import json
 import math
 import os
@@ -238,6 +239,15 @@ RECIPES = {
 TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, None
 
 
+def all_recipes() -> dict[str, Config]:
+    """Return the recipes above and, unless somebody deleted extras, those of T5 and T0."""
+    if importlib.util.find_spec("extras") is None:
+        return RECIPES
+    from extras import t5_tasks
+
+    return RECIPES | t5_tasks.RECIPES
+
+
 def load_recipe(name: str) -> Config:
     """Return the Config of a recipe, or of a Python file that defines CONFIG.
 
@@ -246,12 +256,9 @@ def load_recipe(name: str) -> Config:
     if name in RECIPES:
         return RECIPES[name]
     if not name.endswith(".py"):
-        from extras import t5_tasks
-
-        if name not in t5_tasks.RECIPES:
-            recipes = [*RECIPES, *t5_tasks.RECIPES]
-            raise UserError(f"There is no recipe {name}, but {', '.join(recipes)}.")
-        return t5_tasks.RECIPES[name]
+        if name not in all_recipes():
+            raise UserError(f"There is no recipe {name}, but {', '.join(all_recipes())}.")
+        return all_recipes()[name]
     sys.path.insert(0, str(Path(name).resolve().parent))  # It may import its neighbors.
     namespace = {"__name__": "recipe", "__file__": name}
     exec(compile(to_path(name).read_text(), name, "exec"), namespace)
@@ -440,8 +447,8 @@ def main() -> None:
     if sys.argv[1:]:
         default = Options(load_recipe(sys.argv[1]))
         tyro.cli(Options, default=default, args=["--help"], use_underscores=True)
-    for name, cfg in RECIPES.items():
-        print(f"{name:20}{cfg.data.task:30}{cfg.train.steps:>9,} steps")
+    for name, cfg in all_recipes().items():
+        print(f"{name:30}{cfg.data.task:30}{cfg.train.steps:>9,} steps")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,8 @@ import configs
 from configs import MIXTURES, TASKS, Config, DataConfig, UserError
 
 PAD, EOS, UNK = 0, 1, 2
+Ids = np.ndarray  # the token ids of a text [N]
+Pair = tuple[Ids, Ids]  # inputs and targets
 
 
 class Batch(NamedTuple):
@@ -119,16 +121,16 @@ def load_tokenizer(cfg: Config, run_dir: str | None = None) -> Tokenizer:
     for name in ("spiece.model", "tokenizer.json") if run_dir else ():
         if (configs.to_path(run_dir) / name).exists():
             vocab = str(configs.to_path(run_dir) / name)
-    if vocab.endswith(".model") and not configs.VOCABULARY:
-        with fsspec.open(vocab) as file:
-            tokenizer = Tokenizer(file.read(), cfg.data.extra_ids)
-    elif vocab.startswith("train:") and not configs.VOCABULARY:
-        size = int(vocab.removeprefix("train:"))
-        tokenizer = Tokenizer(train_vocabulary(cfg, size), cfg.data.extra_ids)
-    else:
+    kind, _, size = vocab.partition(":")
+    if configs.VOCABULARY or not (kind == "train" or vocab.endswith(".model")):
         from extras import vocabularies
 
         tokenizer = vocabularies.load(vocab, cfg)
+    elif kind == "train":
+        tokenizer = Tokenizer(train_vocabulary(cfg, int(size)), cfg.data.extra_ids)
+    else:
+        with fsspec.open(vocab) as file:
+            tokenizer = Tokenizer(file.read(), cfg.data.extra_ids)
     if tokenizer.size > cfg.model.vocab_size:
         raise UserError(f"This vocabulary needs --model.vocab_size {tokenizer.size}.")
     facts = configs.load_run(run_dir)[1] if run_dir else {}
@@ -231,7 +233,7 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
 # ---- objectives: documents become pairs (inputs, targets), without EOS -----------------
 
 
-def span_corruption(documents: list, tokenizer, data_cfg: DataConfig, *key: int) -> list:
+def span_corruption(documents: list[Ids], tokenizer, data_cfg, *key: int) -> list[Pair]:
     """Corrupt spans of all documents. Those of equal length are computed together."""
     examples = [None] * len(documents)
     lengths = np.array([len(ids) for ids in documents])
@@ -253,7 +255,7 @@ def span_corruption(documents: list, tokenizer, data_cfg: DataConfig, *key: int)
     return examples
 
 
-def prefix_lm(documents: list, tokenizer, data_cfg: DataConfig, *key: int) -> list:
+def prefix_lm(documents: list[Ids], tokenizer, data_cfg, *key: int) -> list[Pair]:
     """Cut each text at a random place: its beginning becomes the inputs."""
     bits = random_bits(len(documents), *key).tolist()
     cuts = [1 + random % (len(ids) - 1) for random, ids in zip(bits, documents)]
@@ -297,7 +299,7 @@ class Task(NamedTuple):
     always_eos: bool = True  # False in T0, as `with_eos` says
 
 
-def cut_documents(documents: list, task: Task, data_cfg: DataConfig) -> list:
+def cut_documents(documents: list[Ids], task: Task, data_cfg: DataConfig) -> list[Ids]:
     """Cut texts to the length of examples, after joining them (prefix_lm joins none)."""
     if not task.objective:
         return documents
@@ -310,7 +312,7 @@ def cut_documents(documents: list, task: Task, data_cfg: DataConfig) -> list:
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
 
 
-def make_examples(documents: list, task: Task, tokenizer, cfg: Config, *key) -> list:
+def make_examples(documents: list, task: Task, tokenizer, cfg, *key) -> list[Pair]:
     """Return the example (inputs, targets) of each document, with EOS."""
     if task.objective:
         documents = task.objective(documents, tokenizer, cfg.data, *key)
@@ -421,10 +423,10 @@ def read_windows(task, files, tokenizer, cfg, size: int, cursor: Cursor) -> Iter
     """Yield (tokenized documents of a window, the Cursor of the next window)."""
     while True:
         epoch, start = cursor.epoch, (cursor.file, cursor.record)
-        documents = read_documents(files, task, cfg, start)
+        records = read_documents(files, task, cfg, start)
         while cursor.epoch == epoch:
             characters = size << (DOUBLINGS if epoch else min(cursor.window, DOUBLINGS))
-            tokenized, end = read_window(documents, characters, task, tokenizer, cfg)
+            tokenized, end = read_window(records, characters, task, tokenizer, cfg)
             cursor = Cursor(epoch, cursor.window + 1, *end) if end else Cursor(epoch + 1)
             yield tokenized, cursor
 
@@ -465,7 +467,7 @@ def stream(name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor) -> Ite
         cursor = end
 
 
-class Batches:
+class Batches(Iterator):
     """Iterate over the batches of training, from the state that an earlier run has saved.
 
     Many rows are packed at once, so that they are full even if batches are small, but not
@@ -490,9 +492,6 @@ class Batches:
         if self.state.setdefault("files", self.files_crc32) != self.files_crc32:
             raise UserError("This run began with other training files, or other rates.")
         self.batches = prefetch(self.make_batches(), maker, ahead=4)
-
-    def __iter__(self):
-        return self
 
     def __next__(self) -> Batch:
         batch, self.state = next(self.batches)
@@ -558,10 +557,10 @@ def batches_of_split(
 ) -> list[Batch]:
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
-    size, documents = cfg.train.batch_size, read_documents(files, task, cfg)
+    size, records = cfg.train.batch_size, read_documents(files, task, cfg)
     tokenized, unread, wanted = [], True, cfg.train.eval_batches * size or None
     while unread and (wanted is None or len(tokenized) < wanted):
-        more, unread = read_window(documents, 1 << 18, task, tokenizer, cfg)
+        more, unread = read_window(records, 1 << 18, task, tokenizer, cfg)
         tokenized += more
     key = cfg.train.seed, zlib.crc32(name.encode()), NOISE
     examples = make_examples(tokenized[:wanted], task, tokenizer, cfg, *key)
@@ -589,11 +588,8 @@ class File(NamedTuple):
 def read_lines(path: str) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, which may be compressed."""
     with fsspec.open(path, compression="infer") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}:{number} is not UTF-8 text ({error}).") from None
+        for number, line in enumerate(file):
+            yield line.decode("utf-8" if number else "utf-8-sig")
 
 
 def read_text(path):
@@ -726,14 +722,15 @@ def texts_of(document: dict, task: Task) -> list:
     return [document[name] for name in names]
 
 
-def read_window(documents: Iterator, characters: int, task, tokenizer, cfg):
+def read_window(records: Iterator, characters: int, task, tokenizer, cfg) -> tuple:
     """Read so many characters. Return (documents, end), tokenized and cut.
 
-    end: (file, record) of the last record read, or None at the end of the source.
+    records: from read_documents. end: (file, number) of the last record, or None after
+    the last record of the source.
     """
     window, end = [], None
-    for more, end, size in documents:
-        window += more
+    for documents, end, size in records:
+        window += documents
         characters -= size
         if characters <= 0:
             break

@@ -478,7 +478,7 @@ def record(folder, step: int, name: str, mode: str, metrics: dict, lines: list) 
 
 def main() -> None:
     options = configs.parse(Options)
-    cfg, mesh, tokenizer = infer.open_run(options)
+    cfg, mesh, tokenizer = infer.start_inference(options)
     run_cfg, _ = configs.load_run(options.run_dir)
     if options.tasks:
         cfg = replace(cfg, data=replace(cfg.data, eval_tasks=options.tasks))

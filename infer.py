@@ -433,7 +433,7 @@ def fill_blanks(inputs: Iterable, targets: Iterable, tokenizer) -> str:
 # ---- the model of a run ----------------------------------------------------------------
 
 
-def open_run(options: configs.Options):
+def start_inference(options: configs.Options):
     """Start JAX, and return (Config, mesh, tokenizer) of --run_dir."""
     if not options.run_dir:
         raise UserError("Name the run that has the model: --run_dir DIR.")
@@ -477,7 +477,8 @@ def line_example(line: dict, index: int, cfg: Config, tokenizer, mode: str) -> E
                 f"Example {index + 1} needs {side}: a text, or a list of ids from 0 to "
                 f"{size - 1}. It has {str(line)[:200]}."
             )
-        if [*filter(None, value)][-1:] != [data.EOS]:
+        ids = [i for i in value if i != data.PAD]
+        if not ids or ids[-1] != data.EOS:
             configs.note(f"Some {side} do not end with EOS (the id 1), as T5 expects.")
         return value
 
@@ -618,7 +619,7 @@ def main() -> None:
     from_text = not (options.input or options.output) and options.mode == "predict"
     if not (from_file or from_text):
         raise UserError("Give --input and --output, or a text and --mode predict.")
-    cfg, mesh, tokenizer = open_run(options)
+    cfg, mesh, tokenizer = start_inference(options)
     step = partition.resolve_step(options.run_dir, options.step)
     partition.check_same(step)
     params = load_params(cfg, options.run_dir, step)

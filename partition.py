@@ -386,8 +386,9 @@ class Checkpoints:
 
     def remove_old(self) -> None:
         """Remove interrupted saves, and all checkpoints but the newest and the best."""
-        kept = self.steps()[-self.keep :] + self.best()  # keep 0: [-0:] is all
-        for path in set(self.folders()) - set(map(self.path, kept)):
+        newest = self.steps()[-self.keep :] if self.keep else self.steps()
+        kept = map(self.path, newest + self.best())
+        for path in set(self.folders()) - set(kept):
             # Without `complete`, a folder that is half deleted does not count.
             (path / "complete").unlink(missing_ok=True)
             if configs.is_remote(path):

@@ -503,12 +503,14 @@ def load_state(
     return jax.tree.unflatten(jax.tree.structure(abstract), arrays.values())
 
 
-def find_start(cfg: Config, run_dir: Path, init_from: str) -> tuple:
-    """Return (resumed, folder, step, prefix): where a run begins, and what it loads.
+def find_start(
+    cfg: Config, run_dir: Path, init_from: str
+) -> tuple[Path | None, Path | None, int, str]:
+    """Return (resume_from, checkpoint, step, prefix): where a run begins.
 
-    A run resumes from its newest checkpoint, `resumed`. Or it is new, with random
-    weights, or with those of `init_from`, whose step and optimizer it takes with
-    --train.restore all. Arrays of the checkpoint `folder` with this prefix are loaded.
+    A run resumes from its newest checkpoint, or it is new (None). Then it has random
+    weights, or those of `init_from`, whose step and optimizer it takes with
+    --train.restore all. Arrays of `checkpoint` whose names have this prefix are loaded.
     """
     t, resume_from = cfg.train, partition.newest_checkpoint(run_dir)
     checkpoint = resume_from
