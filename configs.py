@@ -182,20 +182,20 @@ class Config:
 
 
 # fmt: off
-def size(d_model: int, d_ff: int, heads: int, layers: int, **other) -> ModelConfig:
+def network(d_model: int, d_ff: int, heads: int, layers: int, **other) -> ModelConfig:
     return ModelConfig(d_model=d_model, d_ff=d_ff, num_heads=heads, num_layers=layers,
                        num_decoder_layers=layers, **other)
 
 
 # The sizes of T5 1.1, as in t5x/examples/t5/t5_1_1/{size}.gin.
 SIZES = {
-    "small": size(512, 1024, 6, 8),
-    "base": size(768, 2048, 12, 12),
-    "large": size(1024, 2816, 16, 24),
-    "xl": size(2048, 5120, 32, 24),
-    "xxl": size(4096, 10240, 64, 24),
+    "small": network(512, 1024, 6, 8),
+    "base": network(768, 2048, 12, 12),
+    "large": network(1024, 2816, 16, 24),
+    "xl": network(2048, 5120, 32, 24),
+    "xxl": network(4096, 10240, 64, 24),
 }
-TINY = size(128, 256, 4, 1, vocab_size=2176, d_kv=32)  # One layer learns fastest.
+TINY = network(128, 256, 4, 1, vocab_size=2176, d_kv=32)  # One layer learns fastest.
 TINY_DATA = DataConfig(vocab="train:2000", inputs_length=32, targets_length=8)
 TINY_TRAIN = TrainConfig(
     steps=1500, batch_size=64, learning_rate=0.05, warmup_steps=100, steps_per_cycle=1500,

@@ -88,7 +88,7 @@ def held_out_example(params, cfg: Config, mesh, batch: data.Batch, tokenizer) ->
     inputs = batch.inputs[0][batch.input_segments[0] == 1].tolist()
     targets = batch.targets[0][batch.target_segments[0] == 1].tolist()
     example = infer.Example(inputs, targets)
-    outputs, _ = next(infer.run_examples(params, cfg, mesh, [example]))
+    outputs, _ = next(infer.process_examples(params, cfg, mesh, [example]))
     if tokenizer.first_sentinel in inputs:
         sides = [], targets, outputs[0]
         texts = [infer.fill_blanks(inputs, ids, tokenizer) for ids in sides]
@@ -187,7 +187,7 @@ def predict(params, cfg: Config, mesh, name: str, split: str, tokenizer, limit=N
     written = [tokenizer.decode(ids) for _, ids in pairs[:100]]
     check_metrics(name, task, examples[:100], targets[:100], written)
     numbered = (infer.Example(*pair, number) for number, pair in enumerate(pairs))
-    results = infer.run_examples(params, cfg, mesh, numbered)
+    results = infer.process_examples(params, cfg, mesh, numbered)
     outputs = [tokenizer.decode(best_first[0]) for best_first, _ in results]
     lines = result_lines(task, examples, targets, outputs)
     return compute_metrics(task, lines), lines
@@ -293,7 +293,7 @@ def rank(params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize=
                 f"--data.targets_length cuts them: {[texts[i] for i in group]}."
             )
     numbered = (infer.Example(*pair) for pair in id_pairs)
-    scores = list(infer.run_examples(params, cfg, mesh, numbered, "score"))
+    scores = list(infer.process_examples(params, cfg, mesh, numbered, "score"))
     lengths = [len(targets) for _, targets in id_pairs]
     if normalize:
         scores = np.divide(scores, lengths).tolist()

@@ -352,7 +352,7 @@ class Example(NamedTuple):
     index: int = 0  # selects the random samples
 
 
-def run_examples(params, cfg: Config, mesh, examples, mode="predict") -> Iterator:
+def process_examples(params, cfg: Config, mesh, examples, mode="predict") -> Iterator:
     """Yield the result of each example, in order.
 
     The result of "predict" is (outputs, scores), with the best output first, of "score" a
@@ -366,12 +366,12 @@ def run_examples(params, cfg: Config, mesh, examples, mode="predict") -> Iterato
             for start in range(0, len(order), size):
                 indices = order[start : start + size]
                 group = [window[i] for i in indices]
-                results |= zip(indices, run_batch(params, cfg, mesh, group, mode))
+                results |= zip(indices, process_batch(params, cfg, mesh, group, mode))
                 bar.update(len(indices))
             yield from (results[i] for i in range(len(window)))
 
 
-def run_batch(params: dict, cfg: Config, mesh, group: list[Example], mode: str) -> list:
+def process_batch(params, cfg: Config, mesh, group: list[Example], mode: str) -> list:
     """Run the model on at most decode.batch_size examples."""
     # A small group gets a small batch. Copies of its last example fill the batch: they do
     # not need more decoding steps than that example.
@@ -555,7 +555,7 @@ def skip_answered(file, lines: Iterator[tuple[dict, Example]], window: int) -> i
     return done
 
 
-def run_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> None:
+def answer_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> None:
     """Write OUTPUT.DIGEST.partial, or continue that of a killed command. Rename it."""
     cfg, mode = options.cfg, options.mode
     if os.path.exists(options.output):
@@ -571,7 +571,8 @@ def run_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> No
     lines = lines if file else itertools.islice(lines, done, None)
     lines, ahead = itertools.tee(lines)
     examples = (example for _, example in ahead)
-    for (line, _), result in zip(lines, run_examples(params, cfg, mesh, examples, mode)):
+    results = process_examples(params, cfg, mesh, examples, mode)
+    for (line, _), result in zip(lines, results):
         if file:
             fields = result_fields(line, result, cfg, tokenizer, mode)
             file.write(to_json(line | fields))
@@ -586,12 +587,12 @@ def run_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> No
 # ---- the command -----------------------------------------------------------------------
 
 
-def run_texts(texts: Iterable[str], params, options: "Options", mesh, tokenizer) -> None:
+def answer_texts(texts: Iterable, params, options: "Options", mesh, tokenizer) -> None:
     """Print the output for each text, with its gaps filled if it has sentinels."""
     for index, text in enumerate(texts):
         line = {"inputs": text.strip()}
         example = line_example(line, index, options.cfg, tokenizer, "predict")
-        ((outputs, scores),) = run_examples(params, options.cfg, mesh, [example])
+        ((outputs, scores),) = process_examples(params, options.cfg, mesh, [example])
         for ids, value in zip(outputs, scores):
             answer = tokenizer.decode(ids).replace("\n", " ")
             if "<extra_id_" in text and not options.raw:
@@ -624,10 +625,10 @@ def main() -> None:
     partition.check_same(step)
     params = load_params(cfg, options.run_dir, step)
     if options.input:
-        run_file(params, options, step, mesh, tokenizer)
+        answer_file(params, options, step, mesh, tokenizer)
     else:
         texts = sys.stdin if options.text is None else [options.text]
-        run_texts(texts, params, options, mesh, tokenizer)
+        answer_texts(texts, params, options, mesh, tokenizer)
 
 
 if __name__ == "__main__":

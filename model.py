@@ -324,7 +324,7 @@ def encode(
         return encoder_layer(w, x, attend, arch, rng)
 
     x = embed(params, inputs, arch, rng_embed)
-    x = run_layers(layer, x, "encoder", params, arch, rng_layers)
+    x = apply_layers(layer, x, "encoder", params, arch, rng_layers)
     return dropout(rms_norm(x, params["encoder"]["norm"]), arch.dropout, rng_out, None)
 
 
@@ -363,7 +363,7 @@ def decode(params: dict, batch, encoded: Array, arch: ModelConfig, rng=None) -> 
         return decoder_layer(w, x, cross_kv, attend, cross_attend, arch, rng)
 
     x = embed(params, batch.decoder_inputs, arch, rng_embed)
-    x = run_layers(layer, x, "decoder", params, arch, rng_layers)
+    x = apply_layers(layer, x, "decoder", params, arch, rng_layers)
     return final_norm(params, x, arch, rng_out)
 
 
@@ -550,7 +550,7 @@ def gather_weights(table: dict, w: dict) -> dict:
     return jax.tree.map(lambda p, w: shard(w, *p.axes[1:]), table, w)
 
 
-def run_layers(
+def apply_layers(
     layer: Callable, x: Array, stack: str, params: dict, arch: ModelConfig, rng=None
 ) -> Array:
     """Apply all layers of the encoder or decoder to activations x [B, Q, D].

@@ -338,7 +338,7 @@ def test_lesson_model_stacked_layers_equal_a_loop(remat):
         return jnp.sum(x**2)
 
     def stacked(params, x):
-        return jnp.sum(model.run_layers(layer, x, "encoder", params, cfg, None) ** 2)
+        return jnp.sum(model.apply_layers(layer, x, "encoder", params, cfg, None) ** 2)
 
     gradients_of = [jax.jit(jax.value_and_grad(f)) for f in (stacked, loop)]
     found, expected = (f(params, start) for f in gradients_of)
@@ -2075,7 +2075,7 @@ def test_results_do_not_depend_on_the_batch_or_the_mesh(mode, decode):
         cfg = change(data=dict(targets_length=6), decode=batches, mesh=mesh)
         mesh = partition.set_mesh(cfg, jax.devices()[:devices])
         args = place(weights, cfg), cfg, mesh
-        return [x for group in groups for x in infer.run_examples(*args, group, mode)]
+        return [x for group in groups for x in infer.process_examples(*args, group, mode)]
 
     found = results([examples], 8, model=2), results([[x] for x in examples], 1)
     if mode == "predict":
@@ -2090,17 +2090,17 @@ def test_the_id_0_is_padding_wherever_it_stands(one_device):
     pairs = ([5, 6, 7, 1], [8, 9, 1]), ([5, 6, 7, 1, 0, 0], [8, 9, 1, 0])
     examples = [infer.Example(*pair) for pair in pairs]
     for mode in ("predict", "score", "encode"):
-        results = list(infer.run_examples(params, cfg, one_device, examples, mode))
+        results = list(infer.process_examples(params, cfg, one_device, examples, mode))
         assert_equal(*results)
     inner = infer.Example([5, 0, 6, 1], [8, 0, 9, 1])
     batch = data.pad_batch([inner.inputs], [inner.targets], 4, 4)
     hidden = np.int32([[1, 0, 1, 1]])  # no query may see the key of the id 0
     batch = batch._replace(input_segments=hidden, target_segments=hidden)
-    (found,) = infer.run_examples(params, cfg, one_device, [inner], "score")
+    (found,) = infer.process_examples(params, cfg, one_device, [inner], "score")
     assert_allclose(found, infer.score(params, batch, cfg.model)[0], rtol=1e-5)
     with pytest.raises(UserError, match="padding"):  # softmax over no key at all
         empty = infer.Example([0, 0], [1])
-        next(infer.run_examples(params, cfg, one_device, [inner, empty]))
+        next(infer.process_examples(params, cfg, one_device, [inner, empty]))
 
 
 def test_beams_without_an_output_are_left_out(one_device):
@@ -2108,7 +2108,7 @@ def test_beams_without_an_output_are_left_out(one_device):
     cfg = change(model=dict(vocab_size=5), decode=dict(beams=8, num_return=8, max_len=1))
     params = make_params(cfg)
     examples = [infer.Example([2, 3, 1])]
-    ((outputs, scores),) = infer.run_examples(params, cfg, one_device, examples)
+    ((outputs, scores),) = infer.process_examples(params, cfg, one_device, examples)
     assert outputs == [[]] and len(scores) == 1
 
 
@@ -2257,7 +2257,7 @@ def test_tasks_are_answered_as_they_are_trained(answer, monkeypatch):
         seen.extend(examples)
         return iter([([[5]], [0.0])] * len(seen))
 
-    monkeypatch.setattr(infer, "run_examples", record)
+    monkeypatch.setattr(infer, "process_examples", record)
     for name, eos in (("with", True), ("without", False)):
         task = data.Task("jsonl:task.jsonl", always_eos=eos)
         monkeypatch.setitem(data.TASKS, name, task)
