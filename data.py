@@ -425,7 +425,8 @@ def read_windows(task, files, tokenizer, cfg, size: int, cursor: Cursor) -> Iter
         epoch, start = cursor.epoch, (cursor.file, cursor.record)
         records = read_documents(files, task, cfg, start)
         while cursor.epoch == epoch:
-            characters = size << (DOUBLINGS if epoch else min(cursor.window, DOUBLINGS))
+            doublings = DOUBLINGS if epoch else min(cursor.window, DOUBLINGS)
+            characters = size << doublings
             tokenized, end = read_window(records, characters, task, tokenizer, cfg)
             cursor = Cursor(epoch, cursor.window + 1, *end) if end else Cursor(epoch + 1)
             yield tokenized, cursor

@@ -292,10 +292,8 @@ def mlp(w: dict, x: Array, arch: ModelConfig, rng: Array | None = None) -> Array
 
 def embed(params: dict, ids: Array, arch: ModelConfig, rng: Array | None = None) -> Array:
     """Look up the embedding vector of each token id [B, Q]. T5 does not scale them."""
-    # Parameters are float32. All activations get the dtype of x, but only after the
-    # lookup, so that the gradient sums over the occurrences of a token in float32.
-    automatic = "float32" if partition.platform() == "cpu" else "bfloat16"
-    x = params["embed"][ids].astype(automatic if arch.dtype == "auto" else arch.dtype)
+    # Cast after the lookup: the gradient sums over the occurrences of a token in float32.
+    x = params["embed"][ids].astype(compute_dtype(arch))
     return dropout(shard(x, "batch", None, None), arch.dropout, rng)
 
 
@@ -489,6 +487,12 @@ def implementations(arch: ModelConfig) -> dict[str, str]:
     }
     chosen = {"attention": arch.attention, "loss": arch.loss}
     return {k: automatic[k] if name == "auto" else name for k, name in chosen.items()}
+
+
+def compute_dtype(arch: ModelConfig) -> str:
+    """Return the dtype of activations and matmuls. Parameters are always float32."""
+    automatic = "float32" if partition.platform() == "cpu" else "bfloat16"
+    return automatic if arch.dtype == "auto" else arch.dtype
 
 
 def dense(x: Array, w: Array) -> Array:
