@@ -379,9 +379,9 @@ def run_of(source: str) -> str:
 def load_run(run_dir: str) -> tuple[Config, dict]:
     """Return the Config of a run, and the facts that save_run stored with it."""
     path = to_path(run_dir) / "config.json"
-    if not path.exists():
-        raise UserError(f"{run_dir} is no run: there is no {path}.")
-    stored = json.loads(path.read_text())
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    if "settings" not in stored:
+        raise UserError(f"{run_dir} is no run. convert.py makes one of other formats.")
     sections = {}
     for name, values in stored["settings"].items():
         Section = Config.__dataclass_fields__[name].type

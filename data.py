@@ -150,18 +150,20 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
             characters -= len(text)
         if characters < 0:
             break
-    print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
         model_writer=model,
         vocab_size=size,
+        hard_vocab_limit=False,  # A small text gives fewer pieces.
         **dict(pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1),
         character_coverage=0.9999,
         max_sentence_length=16_000,
         minloglevel=2,
         num_threads=4,  # fixed, because another number gives another vocabulary
     )
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    print(f"data     {len(pieces):,} pieces are the vocabulary of {len(lines):,} lines")
     return model.getvalue()
 
 
@@ -679,7 +681,10 @@ def open_source(source: str, split: str, cfg: Config) -> list[File]:
             paths, sizes = zip(*parallel)
             files.append(File(paths[0], partial(READERS[kind], *paths), sum(sizes)))
     else:
-        raise UserError(f"{source!r} is no --data.source KIND:NAME.")
+        kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
+        raise UserError(
+            f"{source!r} is no --data.source KIND:NAME with a KIND of {kinds}."
+        )
     if not files and (filled == name or split == "train"):
         raise UserError(f"No file matches {filled}.")
     return files

@@ -118,7 +118,7 @@ def read_pairs(
     examples = list(itertools.islice(data.read_task(name, split, cfg), limit))
     if not examples or "targets" not in examples[0]:
         raise UserError(
-            f"The split {split} of the task {name} has no pairs of inputs and targets: "
+            f"The task {name} has no split {split} with pairs of inputs and targets: "
             f"choose another --split, other --tasks, or --mode loss."
         )
     return examples

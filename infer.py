@@ -617,9 +617,10 @@ class Options(configs.Options):
 def main() -> None:
     options = configs.parse(Options)
     from_file = options.input and options.output and options.text is None
-    from_text = not (options.input or options.output) and options.mode == "predict"
+    of_files = options.input, options.output, options.mode, options.shard
+    from_text = of_files == ("", "", "predict", "0/1")
     if not (from_file or from_text):
-        raise UserError("Give --input and --output, or a text and --mode predict.")
+        raise UserError("--mode, --shard and --input need --input and --output.")
     cfg, mesh, tokenizer = start_inference(options)
     step = partition.resolve_step(options.run_dir, options.step)
     partition.check_same(step)

@@ -416,5 +416,8 @@ def resolve_step(run_dir: Path | str, name: str) -> int:
     named = {"latest": steps[-1:], "best": checkpoints.best()}
     chosen = [int(name)] if name.isdecimal() else named.get(name, [])
     if not set(chosen) & set(steps):
-        raise UserError(f"There is no step {name}: {run_dir} has the steps {steps}.")
+        raise UserError(
+            f"There is no step {name}: {run_dir} has the steps {steps}, and a best one "
+            f"with --train.keep_best."
+        )
     return chosen[0]

@@ -1444,6 +1444,8 @@ def test_a_vocabulary_is_trained_on_the_training_texts(tmp_path):
     assert first.sha256 == second.sha256 and first.size == 140
     text = " ".join(words[5:20])
     assert first.decode(first.encode([text])[0]) == text
+    small = data.load_tokenizer(change(cfg, data=dict(vocab="train:4000")))
+    assert 140 < small.size < 4000  # pieces that so small a text does not have
 
 
 def test_the_command_shows_rows_and_lists_tasks(mixture, byte_run):
@@ -3891,6 +3893,7 @@ WRONG = [
     ("train --config small_c4 --data.tfds_dir .", "c4/en"),
     ("train --config small_t0", "--data.source seqio"),
     ("train --data.vocab none.model", "none.model"),
+    ("train --init_from hf", "convert.py"),  # a folder of Hugging Face
     ("data --run_dir nothing", "nothing"),
     ("evaluate --run_dir RUN --tasks nothing", "nothing"),
     ("evaluate --run_dir RUN --split dev", "dev"),
@@ -3899,6 +3902,7 @@ WRONG = [
     ("evaluate --run_dir RUN --step best", "step best"),
     ("evaluate --run_dir RUN --tasks jsonl:pairs.jsonl --mode rank", "Example 1"),
     ("infer --run_dir RUN --input pairs.jsonl", "--output"),
+    ("infer --run_dir RUN --shard 1/2 text", "--output"),
     ("infer --run_dir RUN --input cut.jsonl --output out", "cut.jsonl:2"),
     ("infer --run_dir RUN --input texts.jsonl --output out", "inputs"),
     ("infer --run_dir RUN --input pairs.jsonl --output cut.jsonl", "cut.jsonl"),
@@ -3916,6 +3920,8 @@ def test_a_wrong_command_names_what_is_wrong(
     Path("cut.jsonl").write_text(pair + pair[:9])
     Path("cut.txt.gz").write_bytes(gzip.compress(bytes(range(255)))[:99])
     Path("qa.tsv").write_text("question\tanswer\na\tb\n")
+    Path("hf").mkdir(exist_ok=True)
+    Path("hf/config.json").write_text('{"model_type": "t5"}')
     with pytest.raises((SystemExit, Exception)) as error:
         run(wrong.replace("RUN", str(pretrained)))
     said = f"{error.value} {capsys.readouterr().err}"

@@ -429,7 +429,10 @@ class Evaluations:
             groups = [f"training_eval/{name}" for name in self.held_out if t.eval_every]
             groups += [f"inference_eval/{x}" for x in self.with_metrics if t.infer_every]
             if metric.rpartition("/")[0] not in groups:
-                raise UserError(f"--train.keep_best {metric} is none of {groups}.")
+                raise UserError(
+                    f"--train.keep_best {metric} is no metric of this run: its groups are "
+                    f"{groups}, and a metric is GROUP/NAME, such as {groups[:1]}/loss."
+                )
             print(f"best     the {choose.__name__}imum {metric}: its checkpoint is kept")
 
     def __call__(self, step: int, params: dict) -> bool:
