@@ -150,6 +150,7 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
             characters -= len(text)
         if characters < 0:
             break
+    print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
@@ -162,8 +163,9 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
         minloglevel=2,
         num_threads=4,  # fixed, because another number gives another vocabulary
     )
-    pieces = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    print(f"data     {len(pieces):,} pieces are the vocabulary of {len(lines):,} lines")
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
+    if len(processor) < size:
+        print(f"data     so small a text has only {len(processor):,} pieces")
     return model.getvalue()
 
 
