@@ -235,13 +235,14 @@ RECIPES = {
 }
 # fmt: on
 
+HAS_EXTRAS = importlib.util.find_spec("extras") is not None  # or somebody deleted it
 # A user's recipe file may add to these tables, and bring a tokenizer.
 TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, None
 
 
 def all_recipes() -> dict[str, Config]:
-    """Return the recipes above and, unless somebody deleted extras, those of T5 and T0."""
-    if importlib.util.find_spec("extras") is None:
+    """Return the recipes above, and those of extras/t5_tasks.py."""
+    if not HAS_EXTRAS:
         return RECIPES
     from extras import t5_tasks
 

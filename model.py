@@ -21,7 +21,6 @@ Comments and einsums use these letters for the shapes:
 """
 
 import functools
-import importlib.util
 import math
 from dataclasses import dataclass, replace
 from typing import Callable, Literal
@@ -477,13 +476,12 @@ def mean_metrics(sums: dict) -> dict:
 
 def implementations(arch: ModelConfig) -> dict[str, str]:
     """Return which attention and loss run: "xla" is in this file, others in extras/."""
-    extras = importlib.util.find_spec("extras") is not None  # or somebody deleted it
     on_tpu = partition.platform() == "tpu"
     # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
     chunks = on_tpu or arch.vocab_size > 1 << 16
     automatic = {
-        "attention": "kernel" if extras and on_tpu else "xla",
-        "loss": "chunked" if extras and chunks else "xla",
+        "attention": "kernel" if configs.HAS_EXTRAS and on_tpu else "xla",
+        "loss": "chunked" if configs.HAS_EXTRAS and chunks else "xla",
     }
     chosen = {"attention": arch.attention, "loss": arch.loss}
     return {k: automatic[k] if name == "auto" else name for k, name in chosen.items()}
