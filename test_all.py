@@ -867,6 +867,13 @@ def test_a_recipe_file_adds_tasks_mixtures_and_metrics(tmp_path, tables):
     assert configs.VOCABULARY is None
 
 
+def test_configs_lists_the_recipes_and_the_settings_of_one():
+    listed = run("configs")
+    assert "tiny " in listed and "small_glue_finetune" in listed
+    shown = command("configs.py", "small_c4")
+    assert "--train.warmup_steps" in shown and "small_glue_finetune" not in shown
+
+
 def test_other_commands_take_the_settings_from_the_run(tmp_path, tables):
     cfg = change(configs.RECIPES["tiny"], train=dict(steps=9))
     configs.save_run(cfg, tmp_path)
@@ -2576,7 +2583,8 @@ def test_the_command_evaluates_the_tasks_of_another_recipe_file(byte_run, tmp_pa
     run = shutil.copytree(byte_run, tmp_path / "run")
     (damaged,) = (run / "checkpoints/step_00000001").glob("*.msgpack")
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
-    (run / "metrics.jsonl").write_text('{"step": 5, "tra')  # of a killed run
+    whole = '{"step": 1, "train/loss": 2.0}'  # The next line was cut by a kill.
+    (run / "metrics.jsonl").write_text(whole + '\n{"step": 5, "tra')
     flags = "--run_dir", run, "--config", tmp_path / "own.py", "--tasks", "own"
     script = HERE / "evaluate.py"
     outputs = "--csv", "table.csv", "--plot", "curves.png"
