@@ -266,6 +266,8 @@ def load_recipe(name: str) -> Config:
     for table in ("TASKS", "MIXTURES", "METRICS"):
         globals()[table].update(namespace.get(table, {}))
     globals()["VOCABULARY"] = namespace.get("VOCABULARY", VOCABULARY)
+    if "CONFIG" not in namespace:
+        raise UserError(f"{name} defines no CONFIG.")
     return namespace["CONFIG"]
 
 

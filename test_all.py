@@ -3903,6 +3903,7 @@ WRONG = [
     ("train --config small_t0", "--data.source seqio"),
     ("train --data.vocab none.model", "none.model"),
     ("train --init_from hf", "convert.py"),  # a folder of Hugging Face
+    ("train --config empty.py", "empty.py defines no CONFIG"),
     ("data --run_dir nothing", "nothing"),
     ("evaluate --run_dir RUN --tasks nothing", "nothing"),
     ("evaluate --run_dir RUN --split dev", "dev"),
@@ -3929,6 +3930,7 @@ def test_a_wrong_command_names_what_is_wrong(
     Path("cut.jsonl").write_text(pair + pair[:9])
     Path("cut.txt.gz").write_bytes(gzip.compress(bytes(range(255)))[:99])
     Path("qa.tsv").write_text("question\tanswer\na\tb\n")
+    Path("empty.py").touch()
     Path("hf").mkdir(exist_ok=True)
     Path("hf/config.json").write_text('{"model_type": "t5"}')
     with pytest.raises((SystemExit, Exception)) as error:
