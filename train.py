@@ -282,7 +282,7 @@ def loop(cfg: Config, run: Run) -> int:
     t, state, step = cfg.train, run.state, run.step
     flops = model.train_flops(cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
     received = catch_signals()
-    last_time, last_step, data_wait = time.perf_counter(), step, 0.0
+    timer_start, timer_step, data_wait = time.perf_counter(), step, 0.0
     # With disable=None, there is a progress bar only in a terminal.
     bar = tqdm(range(step + 1, t.steps + 1), initial=step, total=t.steps, disable=None)
     for step in bar:
@@ -302,8 +302,8 @@ def loop(cfg: Config, run: Run) -> int:
                     f"Start another run with a lower --train.learning_rate."
                 )
         if log_now:
-            seconds = time.perf_counter() - last_time
-            rows = (step - last_step) * t.batch_size / seconds
+            seconds = time.perf_counter() - timer_start
+            rows = (step - timer_step) * t.batch_size / seconds
             timing = {
                 "rows_per_second": rows,
                 "teraflops": rows * flops / 1e12,
@@ -323,7 +323,7 @@ def loop(cfg: Config, run: Run) -> int:
             break
         evaluated = run.evaluations(step, state.params)
         if log_now or save_now or evaluated:
-            last_time, last_step, data_wait = time.perf_counter(), step, 0.0
+            timer_start, timer_step, data_wait = time.perf_counter(), step, 0.0
     run.log.sync()
     return step
 
@@ -430,8 +430,8 @@ class Evaluations:
             groups += [f"inference_eval/{x}" for x in self.with_metrics if t.infer_every]
             if metric.rpartition("/")[0] not in groups:
                 raise UserError(
-                    f"--train.keep_best {metric} is no metric of this run: its groups are "
-                    f"{groups}, and a metric is GROUP/NAME, such as {groups[:1]}/loss."
+                    f"--train.keep_best {metric} is no metric of this run. It evaluates "
+                    f"{groups}, and a metric is one of these, then /loss or another name."
                 )
             print(f"best     the {choose.__name__}imum {metric}: its checkpoint is kept")
 
