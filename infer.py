@@ -157,7 +157,7 @@ def sorted_outputs(state: Outputs) -> tuple[Array, Array]:
 
 
 def gather(array: Array, index: Array) -> Array:
-    """Select outputs of each example: array [B, N, ...], indices [B, M]."""
+    """Select outputs of each example: array [B, N, ...], index [B, M]."""
     return jax.vmap(lambda outputs, chosen: outputs[chosen])(array, index)
 
 
