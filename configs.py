@@ -367,10 +367,10 @@ def refuse_differences(cfg: Config, other: Config, may_differ: list, owner: str)
 
 def with_network_of(cfg: Config, origin: Config) -> Config:
     """Return a Config whose network and vocabulary are those of another run."""
-    own = ("dropout", "dtype", "remat", "attention", "loss")
-    network = replace(origin.model, **{name: getattr(cfg.model, name) for name in own})
+    kept = ("dropout", "dtype", "remat", "attention", "loss")
+    arch = replace(origin.model, **{name: getattr(cfg.model, name) for name in kept})
     vocabulary = {name: getattr(origin.data, name) for name in ("vocab", "extra_ids")}
-    return replace(cfg, model=network, data=replace(cfg.data, **vocabulary))
+    return replace(cfg, model=arch, data=replace(cfg.data, **vocabulary))
 
 
 def run_of(source: str) -> str:

@@ -593,8 +593,11 @@ class File(NamedTuple):
 def read_lines(path: str) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, which may be compressed."""
     with fsspec.open(path, compression="infer") as file:
-        for number, line in enumerate(file):
-            yield line.decode("utf-8" if number else "utf-8-sig")
+        for number, line in enumerate(file, 1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}:{number} is not UTF-8 text ({error}).") from None
 
 
 def read_text(path):

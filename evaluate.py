@@ -263,8 +263,8 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
     chosen = scores.argmax(axis=1)[:, None] == np.arange(num_classes)
     options = {"sample_weight": weights, "zero_division": 0}
     if num_classes > 2:
-        f1 = f1_score(correct, chosen, average="macro", **options)
-        return metrics | {f"mean_{num_classes}class_f1": percent(f1)}
+        mean_f1 = f1_score(correct, chosen, average="macro", **options)
+        return metrics | {f"mean_{num_classes}class_f1": percent(mean_f1)}
     correct = correct[:, 1]
     weighted = {"sample_weight": weights}
     probability = special.softmax(scores, axis=1)[:, 1]

@@ -489,8 +489,8 @@ def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
     """Yield (line, Example) for each line of --input that belongs to --shard."""
     cfg = options.cfg
     kind, _, name = options.input.partition(":")
-    shard, count = map(int, options.shard.split("/"))
-    if not 0 <= shard < count:
+    first, count = map(int, options.shard.split("/"))
+    if not 0 <= first < count:
         raise UserError(f"--shard {options.shard} is none of 0/{count}, 1/{count}, …")
     if kind == "task":
         name, split = f"{name}:validation".split(":")[:2]
@@ -499,7 +499,7 @@ def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
             raise UserError(f"The task {name} has no split {split}.")
     else:
         task, lines = None, data.read_jsonl(options.input)
-    for index, line in itertools.islice(enumerate(lines), shard, None, count):
+    for index, line in itertools.islice(enumerate(lines), first, None, count):
         if task:
             pair = data.encode_pair(line, task, tokenizer, cfg)
             yield line, Example(*pair, index)
