@@ -59,7 +59,7 @@ class ModelConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # what the backward pass recomputes: all but products of weights, nothing, or all
     remat: Literal["dots", "none", "full"] = "dots"
-    # xla is the code of model.py; auto is extras/attention_kernel.py on a TPU, else xla
+    # xla is the code of model.py; auto is xla on a CPU, else extras/attention_kernel.py
     attention: Literal["auto", "xla", "kernel"] = "auto"
     # auto is extras/chunked_loss.py on a TPU and for large vocabularies, else xla
     loss: Literal["auto", "xla", "chunked"] = "auto"

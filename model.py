@@ -477,11 +477,11 @@ def mean_metrics(sums: dict) -> dict:
 
 def implementations(arch: ModelConfig) -> dict[str, str]:
     """Return which attention and loss run: "xla" is in this file, others in extras/."""
-    on_tpu = partition.platform() == "tpu"
+    on_tpu, on_cpu = partition.platform() == "tpu", partition.platform() == "cpu"
     # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
     chunks = on_tpu or arch.vocab_size > 1 << 16
     automatic = {
-        "attention": "kernel" if configs.HAS_EXTRAS and on_tpu else "xla",
+        "attention": "kernel" if configs.HAS_EXTRAS and not on_cpu else "xla",
         "loss": "chunked" if configs.HAS_EXTRAS and chunks else "xla",
     }
     chosen = {"attention": arch.attention, "loss": arch.loss}
@@ -533,15 +533,19 @@ def attend_on_mesh(
     return sharded(q, k, v, mask, rel_bias)
 
 
-# What the forward pass saves for the backward pass, which recomputes everything else. The
-# attention kernel gives its output the name "attended".
+def save_attention(operation, *args, **params) -> bool:
+    """Save the output of an attention kernel. The one for TPUs names it "attended"."""
+    by_name = policies.save_only_these_names("attended")(operation, *args, **params)
+    return by_name or "dot_product_attention" in operation.name  # of cuDNN
+
+
+# What the forward pass saves for the backward pass, which recomputes everything else.
 REMAT = {
     "none": policies.everything_saveable,
     "dots": policies.save_from_both_policies(
-        policies.dots_with_no_batch_dims_saveable,
-        policies.save_only_these_names("attended"),
+        policies.dots_with_no_batch_dims_saveable, save_attention
     ),
-    "full": policies.save_only_these_names("attended"),
+    "full": save_attention,
 }
 
 

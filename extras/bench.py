@@ -117,15 +117,17 @@ def measure_peer(name: str, cfg: configs.Config, steps: int) -> None:
         wait()
 
     length = cfg.data.targets_length
+    step_seconds = median_seconds(step, steps)
+    network.to(dtype).eval()
 
     def decode():
-        with torch.no_grad(), torch.autocast(device, dtype, enabled=gpu):
+        with torch.no_grad():
             lengths = {"max_new_tokens": length, "min_new_tokens": length}
             network.generate(input_ids=inputs, do_sample=False, **lengths)
         wait()
 
-    seconds = median_seconds(step, steps), median_seconds(decode, steps)
-    report(f"{name} (HF)", cfg, *seconds, length * len(inputs))
+    seconds = median_seconds(decode, steps)
+    report(f"{name} (HF)", cfg, step_seconds, seconds, length * len(inputs))
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import sys
 import zlib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +41,25 @@ from test_all import (  # noqa: F401 (fixtures)
 # ---- attention_kernel, chunked_loss ----------------------------------------------------
 
 
+@pytest.mark.parametrize("attend", ["attend", "attend_with_cudnn"])
 @pytest.mark.parametrize("queries, keys", [(16, 24), (512, 16)])
 @pytest.mark.parametrize(
     "bidirectional", [True, False, None], ids=["both", "causal", "cross"]
 )
 def test_the_attention_kernel_equals_the_equation(
-    queries, keys, bidirectional, monkeypatch
+    queries, keys, bidirectional, attend, monkeypatch
 ):
-    """The kernel runs in the interpreter of Pallas, with several blocks on each axis."""
+    """The kernel runs in the interpreter of Pallas, with several blocks on each axis.
+
+    There is no cuDNN on a CPU: JAX's own implementation gets its arguments.
+    """
+    in_jax = jax.nn.dot_product_attention
+
+    def without_cudnn(*args, implementation, **options):
+        assert implementation == "cudnn"
+        return in_jax(*args, **options)
+
+    monkeypatch.setattr(jax.nn, "dot_product_attention", without_cudnn)
     q, k, v, table, mask = make_attention(0, queries, keys)
     monkeypatch.setattr(attention_kernel, "MAX_SCORES", 4 * 128 * keys)
     blocks = attention_kernel.block_sizes((3, queries, 4, 6), keys)
@@ -67,7 +79,29 @@ def test_the_attention_kernel_equals_the_equation(
         )
 
     expected = values_and_gradients(model.dot_product_attention)
-    assert_close(values_and_gradients(attention_kernel.attend), expected)
+    assert_close(values_and_gradients(getattr(attention_kernel, attend)), expected)
+
+
+@pytest.mark.parametrize(
+    "capability, dtype, queries, channels, name",
+    [
+        ("9.0", "bfloat16", 114, 64, "attend_with_cudnn"),
+        ("7.5", "bfloat16", 114, 64, "dot_product_attention"),
+        ("9.0", "float32", 114, 64, "dot_product_attention"),
+        ("9.0", "bfloat16", 113, 64, "dot_product_attention"),
+        ("9.0", "bfloat16", 114, 6, "dot_product_attention"),
+    ],
+)
+def test_a_gpu_uses_cudnn_where_it_can(
+    capability, dtype, queries, channels, name, monkeypatch
+):
+    gpu = SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr(partition, "platform", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
+    for other in "attend_with_cudnn", "dot_product_attention":
+        monkeypatch.setattr(attention_kernel, other, lambda *_, other=other: other)
+    q, k = (jnp.zeros((1, 2, n, channels), dtype) for n in (queries, 512))
+    assert attention_kernel.attend(q, k, k, None) == name
 
 
 def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
@@ -96,6 +130,8 @@ def test_auto_chooses_the_faster_forms(monkeypatch):
         "attention": "kernel",
         "loss": "chunked",
     }
+    monkeypatch.setattr(partition, "platform", lambda: "gpu")
+    assert model.implementations(SMALL.model) == {"attention": "kernel", "loss": "xla"}
     monkeypatch.setattr(configs, "HAS_EXTRAS", False)
     assert model.implementations(large) == {"attention": "xla", "loss": "xla"}
 
