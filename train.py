@@ -601,45 +601,27 @@ def parse(argv: list[str] | None = None) -> Options:
     """
     flags = configs.first_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
-    resumes = any(configs.to_path(run_dir).glob("checkpoints/step_*/complete"))
-    if resumes:
-        return parse_resumed(flags, run_dir, argv)
-    return parse_new(flags, run_dir, argv)
-
-
-def parse_resumed(flags, run_dir: str, argv: list[str] | None) -> Options:
-    """Parse the flags of a run with a checkpoint. Refuse what is not in CHANGEABLE."""
-    stored, facts = configs.load_run_and_tasks(run_dir, flags.config)
-    cfg, init_from = stored, facts["init_from"]
-    if flags.init_from not in ("", init_from):
-        raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
-    if flags.config:
-        cfg = configs.load_recipe(flags.config)
-    if init_from:
-        cfg = configs.with_network_of(cfg, stored)
-    options = Options(cfg, flags.config, run_dir, init_from)
-    options = configs.change_settings(options, argv)
-    configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
-    return options
-
-
-def parse_new(flags, run_dir: str, argv: list[str] | None) -> Options:
-    """Parse the flags of a new run. Refuse another network than that of --init_from."""
-    init_from, path = flags.init_from, configs.to_path(run_dir) / "config.json"
+    init_from, stored = flags.init_from, None
+    resumes = bool(partition.Checkpoints(run_dir).steps())
     # A run killed before its first checkpoint gives its settings, if no --config does.
-    if flags.run_dir and not flags.config and path.exists():
-        cfg, facts = configs.load_run_and_tasks(run_dir)
-        init_from = init_from or facts["init_from"]
-    else:
+    begun = flags.run_dir and (configs.to_path(run_dir) / "config.json").exists()
+    if resumes or (begun and not flags.config):
+        stored, facts = configs.load_run_and_tasks(run_dir, flags.config)
+        cfg, init_from = stored, init_from or facts["init_from"]
+        if resumes and init_from != facts["init_from"]:
+            raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
+    if flags.config or not stored:
         cfg = configs.load_recipe(flags.config or "tiny")
-    if not init_from:
-        return configs.change_settings(Options(cfg, flags.config, run_dir), argv)
-    origin, _ = configs.load_run(configs.run_of(init_from))
-    cfg = configs.with_network_of(cfg, origin)
+    if init_from:
+        origin = stored if resumes else configs.load_run(configs.run_of(init_from))[0]
+        cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from)
     options = configs.change_settings(options, argv)
-    wanted = configs.with_network_of(options.cfg, origin)
-    configs.refuse_differences(options.cfg, wanted, [], init_from)
+    if resumes:
+        configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
+    elif init_from:
+        wanted = configs.with_network_of(options.cfg, origin)
+        configs.refuse_differences(options.cfg, wanted, [], init_from)
     return options
 
 
