@@ -74,9 +74,7 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
         # after the warmup, falls from 1 to 0 along half a cosine wave, and starts again
         "cosine_decay": jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
     }
-    rate = 1.0
-    for name in train_cfg.schedule.split("*"):
-        rate *= factors[name.strip()]
+    rate = math.prod(factors[name.strip()] for name in train_cfg.schedule.split("*"))
     return jnp.maximum(rate, 1e-8)
 
 
