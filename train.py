@@ -198,8 +198,8 @@ def accumulate_gradients(
         new = sums_and_gradients(*microbatch_and_rng)
         return jax.tree.map(jnp.add, total, new), None
 
-    first = jax.tree.map(lambda a: a[0], (microbatches, rngs))
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(sums_and_gradients, *first))
+    # The sums and gradients of a microbatch have the shapes of those of the batch.
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(sums_and_gradients, batch, rng))
     return lax.scan(add, zeros, (microbatches, rngs))[0]
 
 
