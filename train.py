@@ -147,16 +147,15 @@ def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
     An array of the optimizer with the name and shape of a parameter is split like it. All
     others, such as the means R and C of Adafactor, are small: every device has a copy.
     """
-    table = model.param_table(cfg.model)
-    shardings = partition.flatten(partition.shardings(table, mesh, cfg.mesh.fsdp))
-    params = partition.flatten(table)
+    params = partition.flatten(model.param_table(cfg.model))
 
     def with_sharding(path, a):
         name = keystr(path, simple=True, separator="/")
-        sharding = NamedSharding(mesh, P())
+        axes = ()
         for param, p in params.items():
             if name.endswith(f"/{param}") and a.shape == p.shape:
-                sharding = shardings[param]
+                axes = p.axes
+        sharding = NamedSharding(mesh, partition.spec(axes, cfg.mesh.fsdp))
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
     shapes = jax.eval_shape(partial(init_state, cfg))
