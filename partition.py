@@ -111,12 +111,14 @@ def put_batch(batch: Any, mesh: Mesh) -> Any:
     )
 
 
-def tpu_options(kind: str) -> dict:
-    """Return compiler options for a kind of TPU, such as "TPU v5 lite".
+def compiler_options(kind: str) -> dict:
+    """Return compiler options for a kind of device, such as "TPU v5 lite".
 
-    With them, the TPU computes while it gathers the weights of FSDP, and sums each
+    With them, a TPU computes while it gathers the weights of FSDP, and sums each
     gradient as soon as it is known. By default it waits for the communication.
     """
+    if not kind.startswith("TPU"):
+        return {}
     options = dict.fromkeys(
         (
             "xla_enable_async_all_gather",

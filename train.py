@@ -247,13 +247,11 @@ def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]
     inputs, targets = ids(cfg.data.inputs_length), ids(cfg.data.targets_length)
     batch = data.Batch(inputs, inputs, targets, targets, targets)
     state = abstract_state(cfg, mesh)
-    on_tpu = partition.platform() == "tpu"
-    kind = mesh.devices.flat[0].device_kind
     step = jax.jit(
         partial(train_step, cfg),
         donate_argnums=0,  # The new state overwrites the memory of the old state.
         out_shardings=(jax.tree.map(lambda a: a.sharding, state), None),
-        compiler_options=partition.tpu_options(kind) if on_tpu else None,
+        compiler_options=partition.compiler_options(mesh.devices.flat[0].device_kind),
     )
     return state, step.lower(state, batch)
 
