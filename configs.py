@@ -369,8 +369,8 @@ def with_network_of(cfg: Config, origin: Config) -> Config:
     """Return a Config whose network and vocabulary are those of another run."""
     kept = ("dropout", "dtype", "remat", "attention", "loss")
     arch = replace(origin.model, **{name: getattr(cfg.model, name) for name in kept})
-    vocabulary = {name: getattr(origin.data, name) for name in ("vocab", "extra_ids")}
-    return replace(cfg, model=arch, data=replace(cfg.data, **vocabulary))
+    text = replace(cfg.data, vocab=origin.data.vocab, extra_ids=origin.data.extra_ids)
+    return replace(cfg, model=arch, data=text)
 
 
 def run_of(source: str) -> str:
