@@ -432,7 +432,6 @@ def to_path(name):
 
 def write_file(path, content: bytes | str) -> None:
     """Write a file completely or not at all, whenever the process is killed."""
-    path = to_path(path)
     content = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     if is_remote(path):
