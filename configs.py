@@ -254,12 +254,11 @@ def load_recipe(name: str) -> Config:
 
     The file may also define TASKS, MIXTURES, METRICS and a VOCABULARY.
     """
-    if name in RECIPES:
-        return RECIPES[name]
     if not name.endswith(".py"):
-        if name not in all_recipes():
-            raise UserError(f"There is no recipe {name}, but {', '.join(all_recipes())}.")
-        return all_recipes()[name]
+        recipes = RECIPES if name in RECIPES else all_recipes()
+        if name not in recipes:
+            raise UserError(f"There is no recipe {name}, but {', '.join(recipes)}.")
+        return recipes[name]
     sys.path.insert(0, str(Path(name).resolve().parent))  # It may import its neighbors.
     namespace = {"__name__": "recipe", "__file__": name}
     exec(compile(to_path(name).read_text(), name, "exec"), namespace)
