@@ -446,8 +446,7 @@ def write_file(path, content: bytes | str) -> None:
 
 def main() -> None:
     if sys.argv[1:]:
-        default = Options(load_recipe(sys.argv[1]))
-        tyro.cli(Options, default=default, args=["--help"], use_underscores=True)
+        change_settings(Options(load_recipe(sys.argv[1])), ["--help"])
     for name, cfg in all_recipes().items():
         print(f"{name:30}{cfg.data.task:30}{cfg.train.steps:>9,} steps")
 
