@@ -388,7 +388,7 @@ class Checkpoints:
 
     def remove_old(self) -> None:
         """Remove interrupted saves, and all checkpoints but the newest and the best."""
-        newest = self.steps()[-self.keep :] if self.keep else self.steps()
+        newest = self.steps()[-self.keep :]  # With --train.keep 0, [-0:] are all.
         kept = map(self.path, newest + self.best())
         for path in set(self.folders()) - set(kept):
             # Without `complete`, a folder that is half deleted does not count.
