@@ -63,7 +63,7 @@ def set_mesh(cfg: Config, devices: list | None = None) -> Mesh:
 
     Raises UserError if a dimension of the weights cannot be split evenly.
     """
-    devices = jax.devices() if devices is None else devices
+    devices = devices or jax.devices()
     model_size = cfg.mesh.model
     data_size = len(devices) // model_size
     for name, size, parts in (
