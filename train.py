@@ -511,11 +511,9 @@ def find_start(
     --train.restore all. Arrays of `checkpoint` whose names have this prefix are loaded.
     """
     t, resume_from = cfg.train, partition.newest_checkpoint(run_dir)
-    checkpoint = resume_from
-    if init_from and not resume_from:
-        checkpoint = partition.newest_checkpoint(init_from)
-        if not checkpoint:
-            raise UserError(f"{init_from} is no checkpoint, and no run that has one.")
+    checkpoint = resume_from or (init_from and partition.newest_checkpoint(init_from))
+    if init_from and not checkpoint:
+        raise UserError(f"{init_from} is no checkpoint, and no run that has one.")
     step, prefix = t.start_step, "params/"
     if resume_from or (init_from and t.restore == "all"):
         step, prefix = int(checkpoint.name[5:]), ""
