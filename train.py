@@ -553,8 +553,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
     partition.check_same((tokenizer.sha256, batches.files_crc32))
     if partition.is_main_process():
         tokenizer.save(run_dir)
-        facts = {"vocabulary": tokenizer.sha256, "init_from": init_from}
-        configs.save_run(cfg, run_dir, **facts)
+        configs.save_run(cfg, run_dir, vocabulary=tokenizer.sha256, init_from=init_from)
         if recipe.endswith(".py"):
             configs.write_file(run_dir / "recipe.py", Path(recipe).read_text())
     with ThreadPoolExecutor(1) as thread:  # Compile while the state is loaded.
