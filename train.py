@@ -404,16 +404,19 @@ class Evaluations:
         self.cfg, self.mesh, self.tokenizer = cfg, mesh, tokenizer
         self.log, self.checkpoints = log, checkpoints
         t = cfg.train
-        self.held_out = {}  # {name of a task: batches of its validation split}
-        self.with_metrics = []  # names of the tasks with metrics of generated text
+        self.groups = {}  # {group of metrics: (steps between evaluations, function)}
         evaluates = t.eval_every or t.infer_every
         for name in data.eval_tasks(cfg) if evaluates else []:
             batches = data.batches_of_split(name, "validation", cfg, tokenizer)
             if not batches:
                 print(f"{name} is not evaluated: it has no held-out examples")
                 continue
-            self.held_out[name] = batches
-            self.with_metrics += [name] if data.find_task(name, cfg).metrics else []
+            if t.eval_every:
+                function = partial(self.measure_loss, batches)
+                self.groups[f"training_eval/{name}"] = t.eval_every, function
+            if t.infer_every and data.find_task(name, cfg).metrics:
+                function = partial(self.measure_outputs, name)
+                self.groups[f"inference_eval/{name}"] = t.infer_every, function
             baseline = evaluate.unigram_loss(batches, tokenizer)
             print(
                 f"unigram  {baseline:.3f} nats per content token of held-out {name}, for "
@@ -421,37 +424,32 @@ class Evaluations:
             )
         if t.keep_best:
             metric, choose = evaluate.best_of(t.keep_best)
-            groups = [f"training_eval/{name}" for name in self.held_out if t.eval_every]
-            groups += [f"inference_eval/{x}" for x in self.with_metrics if t.infer_every]
-            if metric.rpartition("/")[0] not in groups:
+            if metric.rpartition("/")[0] not in self.groups:
                 raise UserError(
                     f"--train.keep_best {metric} is no metric of this run. It evaluates "
-                    f"{groups}, and a metric is one of these, then /loss or another name."
+                    f"{[*self.groups]}, and a metric is one of these, then /loss or "
+                    f"another name."
                 )
             print(f"best     the {choose.__name__}imum {metric}: its checkpoint is kept")
 
     def __call__(self, step: int, params: dict) -> bool:
         """Make the evaluations that are due and not in the log. Return whether any was."""
         t, evaluated = self.cfg.train, False
-        for kind, every, names, evaluation in (
-            ("training_eval", t.eval_every, self.held_out, self.measure_loss),
-            ("inference_eval", t.infer_every, self.with_metrics, self.measure_outputs),
-        ):
-            for name in names:
-                group = f"{kind}/{name}"
-                if is_due(every, step, t.steps) and not self.log.has(step, group):
-                    metrics = evaluation(name, step, params)
-                    self.log.write(step, group, metrics)
-                    values = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
-                    tqdm.write(f"step {step:,}: held-out {name}: {values}")
-                    evaluated = True
+        for group, (every, function) in self.groups.items():
+            if is_due(every, step, t.steps) and not self.log.has(step, group):
+                metrics = function(step, params)
+                self.log.write(step, group, metrics)
+                name = group.partition("/")[2]
+                values = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
+                tqdm.write(f"step {step:,}: held-out {name}: {values}")
+                evaluated = True
         if evaluated and t.keep_best and partition.is_main_process():
             self.mark_best(*evaluate.best_of(t.keep_best))
         return evaluated
 
-    def measure_loss(self, name: str, step: int, params: dict) -> dict[str, float]:
+    def measure_loss(self, batches: list, step: int, params: dict) -> dict[str, float]:
         """Compute the losses of held-out batches, and show one example."""
-        args, batches = (params, self.cfg, self.mesh), self.held_out[name]
+        args = params, self.cfg, self.mesh
         tqdm.write(evaluate.held_out_example(*args, batches[0], self.tokenizer))
         return evaluate.evaluate_loss(*args, batches, self.tokenizer)
 
