@@ -375,15 +375,15 @@ class Checkpoints:
 
         They wait for each other, so they must call this after the same step.
         """
-        count = jax.process_count()
-        path = shard_file(self.path(step), jax.process_index(), count)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder, count = self.path(step), jax.process_count()
+        folder.mkdir(parents=True, exist_ok=True)
+        path = shard_file(folder, jax.process_index(), count)
         write_shards(path, local_shards(arrays), data_state)
         multihost_utils.sync_global_devices(f"shards of step {step}")
         if is_main_process():
             for process in range(count):  # An error here: not all see the same folder.
-                shard_file(self.path(step), process, count).stat()
-            configs.write_file(self.path(step) / "complete", str(count))
+                shard_file(folder, process, count).stat()
+            configs.write_file(folder / "complete", str(count))
             self.remove_old()
 
     def remove_old(self) -> None:
