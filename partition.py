@@ -355,15 +355,14 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:08}"
 
-    def folders(self) -> list[Path]:
-        """Return the folders of all checkpoints and of interrupted saves."""
+    def started(self) -> list[int]:
+        """Return the steps of all checkpoints and of interrupted saves, in order."""
         names = [path.name for path in self.folder.glob("step_*")]
-        return [self.folder / name for name in names if re.fullmatch(r"step_\d+", name)]
+        return sorted(int(x[5:]) for x in names if re.fullmatch(r"step_\d{8,}", x))
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in ascending order."""
-        complete = [path for path in self.folders() if (path / "complete").exists()]
-        return sorted(int(path.name[5:]) for path in complete)
+        return [x for x in self.started() if (self.path(x) / "complete").exists()]
 
     def best(self) -> list[int]:
         """Return the step that the file `best` names, which is never removed, or []."""
@@ -389,8 +388,8 @@ class Checkpoints:
     def remove_old(self) -> None:
         """Remove interrupted saves, and all checkpoints but the newest and the best."""
         newest = self.steps()[-self.keep :]  # With --train.keep 0, [-0:] are all.
-        kept = map(self.path, newest + self.best())
-        for path in set(self.folders()) - set(kept):
+        for step in {*self.started()} - {*newest, *self.best()}:
+            path = self.path(step)
             # Without `complete`, a folder that is half deleted does not count.
             (path / "complete").unlink(missing_ok=True)
             if configs.is_remote(path):
