@@ -272,11 +272,10 @@ def read_manifest(folder: Path) -> tuple[dict[str, list], Any]:
             unpacker = msgpack.Unpacker(file)
             try:
                 crc32, head = unpacker.unpack()
-                is_valid = zlib.crc32(head) == crc32
+                if zlib.crc32(head) != crc32:
+                    raise ValueError("wrong checksum")
             except (ValueError, TypeError, msgpack.UnpackException):
-                is_valid = False
-        if not is_valid:
-            raise damaged(path)
+                raise damaged(path) from None
         head = msgpack.unpackb(head)
         for header in head["shards"]:
             where = {"file": path, "offset": unpacker.tell() + header["offset"]}
