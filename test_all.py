@@ -577,9 +577,9 @@ def test_lesson_train_microbatches_equal_one_batch():
     each target of a short microbatch would count too much.
     """
     params, batch = make_params(SMALL), make_batch()
-    _, expected = gradients(params, batch, SMALL, None)
+    expected, _ = gradients(params, batch, SMALL, None)
     cfg = change(train=dict(microbatches=8))
-    sums, found = gradients(params, batch, cfg, None)
+    found, sums = gradients(params, batch, cfg, None)
     assert sums["tokens"] == 45
     assert_close(found, expected)
 
@@ -2734,7 +2734,7 @@ def test_a_step_with_dropout_microbatches_and_loss_divisor():
     total = None
     for i, microbatch_key in enumerate(jax.random.split(key, 2)):
         half = jax.tree.map(lambda a: a[i::2], batch)
-        sums, means = gradients(params, half, cfg, microbatch_key)
+        means, sums = gradients(params, half, cfg, microbatch_key)
         part = jax.tree.map(lambda g: g * sums["tokens"] / 233472, means), sums
         total = jax.tree.map(jnp.add, total, part) if total else part
     grads, total = total

@@ -168,7 +168,7 @@ def accumulate_gradients(
     """Compute the gradients of the loss per target token, or over --train.loss_divisor.
 
     To save memory, a batch can be split into microbatches, whose gradients are added up.
-    Returns the sums of model.loss_fn, and the gradients.
+    Returns the gradients, and the sums of model.loss_fn.
     """
     # Divide by the number of target tokens in the complete batch, so that the gradients
     # of the microbatches add up to the gradient of the mean.
@@ -179,13 +179,10 @@ def accumulate_gradients(
         total, sums = model.loss_fn(params, microbatch, cfg, rng)
         return total / divisor, sums
 
-    def sums_and_gradients(microbatch, rng):
-        grads, sums = jax.grad(loss, has_aux=True)(params, microbatch, rng)
-        return sums, grads
-
+    gradients = jax.grad(loss, has_aux=True)  # returns the gradients and the sums
     n = cfg.train.microbatches
     if n == 1:
-        return sums_and_gradients(batch, rng)
+        return gradients(params, batch, rng)
     # A device holds neighboring rows. Microbatch i has the rows i, i + n, i + 2 n and so
     # on, so that no row has to move to another device.
     microbatches = jax.tree.map(
@@ -194,11 +191,11 @@ def accumulate_gradients(
     rngs = None if rng is None else jax.random.split(rng, n)
 
     def add(total, microbatch_and_rng):
-        new = sums_and_gradients(*microbatch_and_rng)
+        new = gradients(params, *microbatch_and_rng)
         return jax.tree.map(jnp.add, total, new), None
 
-    # The sums and gradients of a microbatch have the shapes of those of the batch.
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(sums_and_gradients, batch, rng))
+    # The gradients and sums of a microbatch have the shapes of those of the batch.
+    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradients, params, batch, rng))
     return lax.scan(add, zeros, (microbatches, rngs))[0]
 
 
@@ -213,7 +210,7 @@ def train_step(
     if cfg.model.dropout:
         # The initial weights use the seed itself, so the dropout masks use seed + 1.
         rng = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
-    sums, grads = accumulate_gradients(state.params, batch, cfg, rng)
+    grads, sums = accumulate_gradients(state.params, batch, cfg, rng)
     rate = learning_rate(state.step, cfg.train)
     optimizer = OPTIMIZERS[cfg.train.optimizer](rate, cfg.train)
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
