@@ -59,10 +59,7 @@ def shard(x: jax.Array, *axes) -> jax.Array:
 
 
 def set_mesh(cfg: Config, devices: list | None = None) -> Mesh:
-    """Create the mesh of all devices, and make JAX use it.
-
-    Raises UserError if a dimension of the weights cannot be split evenly.
-    """
+    """Create the mesh of all devices, and make JAX use it."""
     devices = devices or jax.devices()
     model_size = cfg.mesh.model
     data_size = len(devices) // model_size

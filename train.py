@@ -226,10 +226,7 @@ def train_step(
 
 
 def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]:
-    """Return the abstract state, and the training step, lowered for the compiler.
-
-    Raises UserError if the devices cannot share the rows of a microbatch equally.
-    """
+    """Return the abstract state, and the training step, lowered for the compiler."""
     rows, data_size = cfg.train.batch_size, mesh.shape["data"]
     if rows // cfg.train.microbatches % data_size:
         raise UserError(
