@@ -51,7 +51,7 @@ def evaluate_loss(params, cfg: Config, mesh, batches: list, tokenizer) -> dict:
     sums, content, num_bytes = collections.Counter(), collections.Counter(), 0
     for batch in batches:
         is_content = tokenizer.is_content(batch.targets)
-        arrays = partition.put_batch((batch, is_content), mesh)
+        arrays = partition.put_batch((batch, is_content))
         for total, new in zip((sums, content), batch_sums(params, *arrays, cfg)):
             total.update(new)
         for ids, kept in zip(batch.targets, is_content):

@@ -387,7 +387,7 @@ def process_batch(params, cfg: Config, mesh, group: list[Example], mode: str) ->
     )
     if not batch.input_segments.any(axis=1).all():
         raise UserError("An example has no inputs besides padding.")
-    batch, indices = partition.put_batch((batch, np.uint32(indices)), mesh)
+    batch, indices = partition.put_batch((batch, np.uint32(indices)))
     if mode == "score":
         return np.asarray(score(params, batch, cfg.model)).tolist()[: len(group)]
     if mode == "encode":

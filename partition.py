@@ -25,7 +25,7 @@ import msgpack
 import numpy as np
 from jax import NamedSharding, P
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, get_abstract_mesh
+from jax.sharding import AxisType, Mesh, get_abstract_mesh, get_mesh
 from jax.tree_util import keystr
 
 import configs
@@ -97,23 +97,24 @@ def flatten(tree: Any) -> dict[str, Any]:
     return {keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
 
 
-def put_batch(batch: Any, mesh: Mesh) -> Any:
+def put_batch(batch: Any) -> Any:
     """Split the rows of NumPy arrays over the mesh axis "data".
 
     Every process passes the complete batch, and keeps the rows of its own devices.
     """
-    sharding = NamedSharding(mesh, P("data"))
+    sharding = NamedSharding(get_mesh(), P("data"))
     return jax.tree.map(
         lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), batch
     )
 
 
-def compiler_options(kind: str) -> dict:
-    """Return compiler options for a kind of device, such as "TPU v5 lite".
+def compiler_options() -> dict:
+    """Return options of the compiler for the devices of the current mesh.
 
     With them, a TPU computes while it gathers the weights of FSDP, and sums each
     gradient as soon as it is known. By default it waits for the communication.
     """
+    kind = get_abstract_mesh().abstract_device.device_kind  # such as "TPU v5 lite"
     if not kind.startswith("TPU"):
         return {}
     options = dict.fromkeys(

@@ -701,8 +701,8 @@ MESHES = [dict(), dict(fsdp=True), dict(model=2, fsdp=True), dict(model=4)]
 
 def abstract_params(cfg, devices=8):
     """Return {name: shape and sharding} of the parameters on a new mesh."""
-    mesh = partition.set_mesh(cfg, jax.devices()[:devices])
-    arrays = partition.flatten(train.abstract_state(cfg, mesh))
+    partition.set_mesh(cfg, jax.devices()[:devices])
+    arrays = partition.flatten(train.abstract_state(cfg))
     return {name: a for name, a in arrays.items() if name.startswith("params/")}
 
 
@@ -729,10 +729,10 @@ def test_lesson_partition_rules_split_weights_over_a_mesh():
 @functools.cache
 def two_steps(cfg, devices):
     """Return the initial state, and the state and metrics after two steps."""
-    mesh = partition.set_mesh(cfg, jax.devices()[:devices])
-    shardings = jax.tree.map(lambda a: a.sharding, train.abstract_state(cfg, mesh))
+    partition.set_mesh(cfg, jax.devices()[:devices])
+    shardings = jax.tree.map(lambda a: a.sharding, train.abstract_state(cfg))
     init = jax.jit(functools.partial(train.init_state, cfg), out_shardings=shardings)
-    batch = partition.put_batch(jax.device_get(make_batch()), mesh)
+    batch = partition.put_batch(jax.device_get(make_batch()))
     first = init()
     state, _ = train_step(cfg, first, batch)
     return jax.device_get((first, train_step(cfg, state, batch)))
@@ -1489,9 +1489,9 @@ def a_vector(first=0):
 
 
 def test_a_batch_is_split_by_rows():
-    mesh = partition.set_mesh(change(mesh=dict(model=2), model=dict(d_model=33)))
+    partition.set_mesh(change(mesh=dict(model=2), model=dict(d_model=33)))
     rows = np.arange(16).reshape(8, 2)
-    placed = partition.put_batch({"ids": rows}, mesh)["ids"]
+    placed = partition.put_batch({"ids": rows})["ids"]
     assert_equal(placed, rows)
     assert {shard.data.shape for shard in placed.addressable_shards} == {(2, 2)}
 
@@ -2705,7 +2705,7 @@ def test_large_slots_are_split_like_their_parameters(optimizer):
         mesh=dict(model=2, fsdp=True),
     )
     mesh, table = partition.set_mesh(cfg, jax.devices()), model.param_table(cfg.model)
-    template = train.abstract_state(cfg, mesh)
+    template = train.abstract_state(cfg)
     shapes = {name: p.shape for name, p in partition.flatten(table).items()}
     for param, sharding in partition.flatten(
         partition.shardings(table, mesh, True)
@@ -2755,8 +2755,9 @@ def test_a_step_with_dropout_microbatches_and_loss_divisor():
 
 def test_rows_that_the_devices_cannot_share_are_refused():
     cfg = change(train=dict(microbatches=2))
+    partition.set_mesh(cfg, jax.devices())
     with pytest.raises(UserError, match="8 / 2"):
-        train.lower_step(cfg, partition.set_mesh(cfg, jax.devices()))
+        train.lower_step(cfg)
 
 
 # ---- train: runs -----------------------------------------------------------------------
@@ -3441,7 +3442,7 @@ def write_t5x(folder, tree, version=3):
 def restored_state(run):
     """Return the train.TrainState that --train.restore all loads."""
     cfg = configs.load_run(run)[0]
-    template = train.abstract_state(cfg, jax.sharding.get_mesh())
+    template = train.abstract_state(cfg)
     return train.load_state(cfg, template, partition.newest_checkpoint(run), "")
 
 

@@ -27,7 +27,7 @@ from typing import Any, Callable, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax import Array, NamedSharding, P, lax
+from jax import Array, P, lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 from jax.tree_util import keystr
@@ -141,7 +141,7 @@ def init_state(cfg: Config) -> TrainState:
     return TrainState(jnp.int32(cfg.train.start_step), params, opt_state)
 
 
-def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
+def abstract_state(cfg: Config) -> TrainState:
     """Return the shapes and shardings of a TrainState, without creating arrays.
 
     An array of the optimizer with the name and shape of a parameter is split like it. All
@@ -155,7 +155,7 @@ def abstract_state(cfg: Config, mesh: Mesh) -> TrainState:
         for param, p in params.items():
             if name.endswith(f"/{param}") and a.shape == p.shape:
                 axes = p.axes
-        sharding = NamedSharding(mesh, partition.spec(axes, cfg.mesh.fsdp))
+        sharding = partition.spec(axes, cfg.mesh.fsdp)  # on the current mesh
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
     shapes = jax.eval_shape(partial(init_state, cfg))
@@ -225,9 +225,9 @@ def train_step(
     return TrainState(state.step + 1, params, opt_state), metrics
 
 
-def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]:
+def lower_step(cfg: Config) -> tuple[TrainState, jax.stages.Lowered]:
     """Return the abstract state, and the training step, lowered for the compiler."""
-    rows, data_size = cfg.train.batch_size, mesh.shape["data"]
+    rows, data_size = cfg.train.batch_size, jax.sharding.get_mesh().shape["data"]
     if rows // cfg.train.microbatches % data_size:
         raise UserError(
             f"The rows of a microbatch ({rows} / {cfg.train.microbatches}) cannot be "
@@ -235,17 +235,16 @@ def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]
         )
 
     def ids(length):
-        sharding = NamedSharding(mesh, P("data"))
-        return jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=sharding)
+        return jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=P("data"))
 
     inputs, targets = ids(cfg.data.inputs_length), ids(cfg.data.targets_length)
     batch = data.Batch(inputs, inputs, targets, targets, targets)
-    state = abstract_state(cfg, mesh)
+    state = abstract_state(cfg)
     step = jax.jit(
         partial(train_step, cfg),
         donate_argnums=0,  # The new state overwrites the memory of the old state.
         out_shardings=(jax.tree.map(lambda a: a.sharding, state), None),
-        compiler_options=partition.compiler_options(mesh.devices.flat[0].device_kind),
+        compiler_options=partition.compiler_options(),
     )
     return state, step.lower(state, batch)
 
@@ -256,7 +255,6 @@ def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]
 class Run(NamedTuple):
     """What `start_run` prepares for the training loop."""
 
-    mesh: Mesh
     compiled_step: Callable  # train_step as a program for the devices
     state: TrainState
     step: int  # the step at which the run starts or resumes
@@ -279,7 +277,7 @@ def loop(cfg: Config, run: Run) -> int:
         batch = next(run.batches)
         data_wait += time.perf_counter() - began
         # JAX computes the step in the background. Reading a metric waits for its result.
-        state, metrics = run.compiled_step(state, partition.put_batch(batch, run.mesh))
+        state, metrics = run.compiled_step(state, partition.put_batch(batch))
         stop_now = must_stop(step, received)
         save_now = is_due(t.save_every, step, t.steps) or (stop_now and t.save_every > 0)
         log_now = is_due(t.log_every, step, t.steps)
@@ -529,7 +527,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
         evaluate.metric_functions(data.find_task(name, cfg))
     resume_from, checkpoint, step, prefix = find_start(cfg, run_dir, init_from)
     mesh = partition.set_mesh(cfg)
-    abstract, lowered = lower_step(cfg, mesh)
+    abstract, lowered = lower_step(cfg)
     print(f"model    {model.describe_model(cfg)}")
     kind = mesh.devices.flat[0].device_kind
     forms = model.implementations(cfg.model)
@@ -557,7 +555,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
     evaluations = Evaluations(cfg, mesh, tokenizer, log, checkpoints)
     if resume_from:  # A kill may have prevented the evaluations of this checkpoint.
         evaluations(step, state.params)
-    return Run(mesh, compiled_step, state, step, batches, log, checkpoints, evaluations)
+    return Run(compiled_step, state, step, batches, log, checkpoints, evaluations)
 
 
 def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> None:

@@ -113,8 +113,8 @@ def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
         plain, model=dict(attention="kernel", loss="chunked"), mesh=dict(model=2)
     )
     monkeypatch.setattr(chunked_loss, "PART", 12)  # 3 parts of 3 targets on each device
-    mesh = partition.set_mesh(fast, jax.devices()[:4])
-    batch = partition.put_batch(jax.device_get(batch), mesh)
+    partition.set_mesh(fast, jax.devices()[:4])
+    batch = partition.put_batch(jax.device_get(batch))
     assert_close(loss_and_gradients(place(params, fast), batch, fast), expected)
     content = batch.targets > 5
     sums = evaluate.batch_sums(place(params, fast), batch, content, fast)
