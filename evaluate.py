@@ -42,7 +42,7 @@ def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> list
     return [model.loss_sums(params, x, batch.targets, w, cfg)[1] for w in weights]
 
 
-def evaluate_loss(params, cfg: Config, mesh, batches: list, tokenizer) -> dict:
+def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:
     """Return the mean losses and the accuracy (0 to 1) over all target tokens.
 
     content_loss leaves out EOS and sentinels, so it can be compared with unigram_loss.
@@ -74,21 +74,21 @@ def unigram_loss(batches: list, tokenizer: data.Tokenizer) -> float:
     return float(np.mean(np.log(total / counts[targets]))) if len(targets) else 0.0
 
 
-def loss_of_split(params, cfg: Config, mesh, name: str, split: str, tokenizer) -> dict:
+def loss_of_split(params, cfg: Config, name: str, split: str, tokenizer) -> dict:
     """Return the mean losses and the accuracy of all examples of a split."""
     cfg = replace(cfg, train=replace(cfg.train, eval_batches=0))
     batches = data.batches_of_split(name, split, cfg, tokenizer)
     if not batches:
         raise UserError(f"The task {name} has no split {split}.")
-    return evaluate_loss(params, cfg, mesh, batches, tokenizer)
+    return evaluate_loss(params, cfg, batches, tokenizer)
 
 
-def held_out_example(params, cfg: Config, mesh, batch: data.Batch, tokenizer) -> str:
+def held_out_example(params, cfg: Config, batch: data.Batch, tokenizer) -> str:
     """Show the first example of a batch: inputs, truth, and the output of the model."""
     inputs = batch.inputs[0][batch.input_segments[0] == 1].tolist()
     targets = batch.targets[0][batch.target_segments[0] == 1].tolist()
     example = infer.Example(inputs, targets)
-    outputs, _ = next(infer.process_examples(params, cfg, mesh, [example]))
+    outputs, _ = next(infer.process_examples(params, cfg, [example]))
     if tokenizer.first_sentinel in inputs:
         sides = [], targets, outputs[0]
         texts = [infer.fill_blanks(inputs, ids, tokenizer) for ids in sides]
@@ -178,7 +178,7 @@ def check_metrics(name: str, task: data.Task, examples, targets: list, written: 
         configs.note(f"{name}: the metrics are wrong: {unknown} is none of the choices.")
 
 
-def predict(params, cfg: Config, mesh, name: str, split: str, tokenizer, limit=None):
+def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
     """Generate a text for each example. Returns metrics, and a line for each example."""
     task, examples = data.find_task(name, cfg), read_pairs(name, split, cfg, limit)
     pairs = [data.encode_pair(example, task, tokenizer, cfg) for example in examples]
@@ -187,7 +187,7 @@ def predict(params, cfg: Config, mesh, name: str, split: str, tokenizer, limit=N
     written = [tokenizer.decode(ids) for _, ids in pairs[:100]]
     check_metrics(name, task, examples[:100], targets[:100], written)
     numbered = (infer.Example(*pair, number) for number, pair in enumerate(pairs))
-    results = infer.process_examples(params, cfg, mesh, numbered)
+    results = infer.process_examples(params, cfg, numbered)
     outputs = [tokenizer.decode(best_first[0]) for best_first, _ in results]
     lines = result_lines(task, examples, targets, outputs)
     return compute_metrics(task, lines), lines
@@ -275,7 +275,7 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
     }
 
 
-def rank(params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize=False):
+def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False):
     """Score the choices of every example. Returns metrics, and a line for each."""
     task, examples = data.find_task(name, cfg), read_pairs(name, split, cfg)
     choices = []
@@ -293,7 +293,7 @@ def rank(params, cfg: Config, mesh, name: str, split: str, tokenizer, normalize=
                 f"--data.targets_length cuts them: {[texts[i] for i in group]}."
             )
     numbered = (infer.Example(*pair) for pair in id_pairs)
-    scores = list(infer.process_examples(params, cfg, mesh, numbered, "score"))
+    scores = list(infer.process_examples(params, cfg, numbered, "score"))
     lengths = [len(targets) for _, targets in id_pairs]
     if normalize:
         scores = np.divide(scores, lengths).tolist()
@@ -478,7 +478,7 @@ def record(folder, step: int, name: str, mode: str, metrics: dict, lines: list) 
 
 def main() -> None:
     options = configs.parse(Options)
-    cfg, mesh, tokenizer = infer.start_inference(options)
+    cfg, tokenizer = infer.start_inference(options)
     run_cfg, _ = configs.load_run(options.run_dir)
     if options.tasks:
         cfg = replace(cfg, data=replace(cfg.data, eval_tasks=options.tasks))
@@ -498,7 +498,7 @@ def main() -> None:
         for name in data.eval_tasks(cfg):
             task = data.find_task(name, cfg)
             mode = options.mode or ("predict" if task.metrics else "loss")
-            args = params, cfg, mesh, name, options.split, tokenizer
+            args = params, cfg, name, options.split, tokenizer
             if mode == "predict":
                 metrics, lines = predict(*args)
             elif mode == "rank":

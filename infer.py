@@ -352,7 +352,7 @@ class Example(NamedTuple):
     index: int = 0  # selects the random samples
 
 
-def process_examples(params, cfg: Config, mesh, examples, mode="predict") -> Iterator:
+def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
     """Yield the result of each example, in order.
 
     The result of "predict" is (outputs, scores), with the best output first, of "score" a
@@ -366,17 +366,18 @@ def process_examples(params, cfg: Config, mesh, examples, mode="predict") -> Ite
             for start in range(0, len(order), size):
                 indices = order[start : start + size]
                 group = [window[i] for i in indices]
-                results |= zip(indices, process_batch(params, cfg, mesh, group, mode))
+                results |= zip(indices, process_batch(params, cfg, group, mode))
                 bar.update(len(indices))
             yield from (results[i] for i in range(len(window)))
 
 
-def process_batch(params, cfg: Config, mesh, group: list[Example], mode: str) -> list:
+def process_batch(params, cfg: Config, group: list[Example], mode: str) -> list:
     """Run the model on at most decode.batch_size examples."""
     # A small group gets a small batch. Copies of its last example fill the batch: they do
     # not need more decoding steps than that example.
     rows = min(cfg.decode.batch_size, 1 << (len(group) - 1).bit_length())
-    rows = -(-rows // mesh.shape["data"]) * mesh.shape["data"]
+    parts = jax.sharding.get_mesh().shape["data"]
+    rows = -(-rows // parts) * parts
     padded = group + [group[-1]] * (rows - len(group))
     inputs, targets, indices = zip(*padded)
     batch = data.pad_batch(inputs, targets, padded_length(inputs), padded_length(targets))
@@ -434,22 +435,22 @@ def fill_blanks(inputs: Iterable, targets: Iterable, tokenizer) -> str:
 
 
 def start_inference(options: configs.Options):
-    """Start JAX, and return (Config, mesh, tokenizer) of --run_dir."""
+    """Start JAX and its mesh, and return the Config and the tokenizer of --run_dir."""
     if not options.run_dir:
         raise UserError("Name the run that has the model: --run_dir DIR.")
     cfg = options.cfg
     partition.start_jax(options)
     tokenizer = data.load_tokenizer(cfg, options.run_dir)
-    return cfg, partition.set_mesh(cfg), tokenizer
+    partition.set_mesh(cfg)
+    return cfg, tokenizer
 
 
 def load_params(cfg: Config, run_dir: str, step: int) -> dict:
     """Return the params of a checkpoint, split over the devices of the mesh."""
-    mesh, table = jax.sharding.get_mesh(), model.param_table(cfg.model)
-    shardings = partition.flatten(partition.shardings(table, mesh, cfg.mesh.fsdp))
+    table = model.param_table(cfg.model)
     abstract = {
         f"params/{name}": jax.ShapeDtypeStruct(
-            p.shape, jnp.float32, sharding=shardings[name]
+            p.shape, jnp.float32, sharding=partition.spec(p.axes, cfg.mesh.fsdp)
         )
         for name, p in partition.flatten(table).items()
     }
@@ -555,7 +556,7 @@ def skip_answered(file, lines: Iterator[tuple[dict, Example]], window: int) -> i
     return done
 
 
-def answer_file(params: dict, options: "Options", step: int, mesh, tokenizer) -> None:
+def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     """Write OUTPUT.DIGEST.partial, or continue that of a killed command. Rename it."""
     cfg, mode = options.cfg, options.mode
     if os.path.exists(options.output):
@@ -571,7 +572,7 @@ def answer_file(params: dict, options: "Options", step: int, mesh, tokenizer) ->
     lines = lines if file else itertools.islice(lines, done, None)
     lines, ahead = itertools.tee(lines)
     examples = (example for _, example in ahead)
-    results = process_examples(params, cfg, mesh, examples, mode)
+    results = process_examples(params, cfg, examples, mode)
     for (line, _), result in zip(lines, results):
         if file:
             fields = result_fields(line, result, cfg, tokenizer, mode)
@@ -587,12 +588,12 @@ def answer_file(params: dict, options: "Options", step: int, mesh, tokenizer) ->
 # ---- the command -----------------------------------------------------------------------
 
 
-def answer_texts(texts: Iterable, params, options: "Options", mesh, tokenizer) -> None:
+def answer_texts(texts: Iterable, params, options: "Options", tokenizer) -> None:
     """Print the output for each text, with its gaps filled if it has sentinels."""
     for index, text in enumerate(texts):
         line = {"inputs": text.strip()}
         example = line_example(line, index, options.cfg, tokenizer, "predict")
-        ((outputs, scores),) = process_examples(params, options.cfg, mesh, [example])
+        ((outputs, scores),) = process_examples(params, options.cfg, [example])
         for ids, value in zip(outputs, scores):
             answer = tokenizer.decode(ids).replace("\n", " ")
             if "<extra_id_" in text and not options.raw:
@@ -621,15 +622,15 @@ def main() -> None:
     from_text = of_files == ("", "", "predict", "0/1")
     if not (from_file or from_text):
         raise UserError("--mode, --shard and --input need --input and --output.")
-    cfg, mesh, tokenizer = start_inference(options)
+    cfg, tokenizer = start_inference(options)
     step = partition.resolve_step(options.run_dir, options.step)
     partition.check_same(step)
     params = load_params(cfg, options.run_dir, step)
     if options.input:
-        answer_file(params, options, step, mesh, tokenizer)
+        answer_file(params, options, step, tokenizer)
     else:
         texts = sys.stdin if options.text is None else [options.text]
-        answer_texts(texts, params, options, mesh, tokenizer)
+        answer_texts(texts, params, options, tokenizer)
 
 
 if __name__ == "__main__":

@@ -86,11 +86,6 @@ def platform() -> str:
     return get_abstract_mesh().abstract_device.platform
 
 
-def shardings(table: dict, mesh: Mesh, fsdp: bool) -> dict:
-    """Return the NamedSharding of each model.Param of a nested dict."""
-    return jax.tree.map(lambda p: NamedSharding(mesh, spec(p.axes, fsdp)), table)
-
-
 def flatten(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by name: {"a": {"b": 1}} becomes {"a/b": 1}."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)

@@ -118,9 +118,9 @@ def make_batch(cfg=SMALL, lengths=UNEVEN, seed=0):
 
 def place(params, cfg):
     """Put parameters on the devices of the current mesh."""
-    mesh = jax.sharding.get_mesh()
-    shardings = partition.shardings(model.param_table(cfg.model), mesh, cfg.mesh.fsdp)
-    return jax.device_put(params, shardings)
+    table = model.param_table(cfg.model)
+    specs = jax.tree.map(lambda p: partition.spec(p.axes, cfg.mesh.fsdp), table)
+    return jax.device_put(params, specs)
 
 
 def assert_close(a, b, tolerance=1e-5):
@@ -2082,8 +2082,8 @@ def test_results_do_not_depend_on_the_batch_or_the_mesh(mode, decode):
     def results(groups, devices, **mesh):
         batches = dict(batch_size=8, **decode)
         cfg = change(data=dict(targets_length=6), decode=batches, mesh=mesh)
-        mesh = partition.set_mesh(cfg, jax.devices()[:devices])
-        args = place(weights, cfg), cfg, mesh
+        partition.set_mesh(cfg, jax.devices()[:devices])
+        args = place(weights, cfg), cfg
         return [x for group in groups for x in infer.process_examples(*args, group, mode)]
 
     found = results([examples], 8, model=2), results([[x] for x in examples], 1)
@@ -2094,30 +2094,30 @@ def test_results_do_not_depend_on_the_batch_or_the_mesh(mode, decode):
         assert_allclose(scores, others, rtol=1e-4)
 
 
-def test_the_id_0_is_padding_wherever_it_stands(one_device):
+def test_the_id_0_is_padding_wherever_it_stands():
     params, cfg = make_params(SMALL), change(data=dict(targets_length=6))
     pairs = ([5, 6, 7, 1], [8, 9, 1]), ([5, 6, 7, 1, 0, 0], [8, 9, 1, 0])
     examples = [infer.Example(*pair) for pair in pairs]
     for mode in ("predict", "score", "encode"):
-        results = list(infer.process_examples(params, cfg, one_device, examples, mode))
+        results = list(infer.process_examples(params, cfg, examples, mode))
         assert_equal(*results)
     inner = infer.Example([5, 0, 6, 1], [8, 0, 9, 1])
     batch = data.pad_batch([inner.inputs], [inner.targets], 4, 4)
     hidden = np.int32([[1, 0, 1, 1]])  # no query may see the key of the id 0
     batch = batch._replace(input_segments=hidden, target_segments=hidden)
-    (found,) = infer.process_examples(params, cfg, one_device, [inner], "score")
+    (found,) = infer.process_examples(params, cfg, [inner], "score")
     assert_allclose(found, infer.score(params, batch, cfg.model)[0], rtol=1e-5)
     with pytest.raises(UserError, match="padding"):  # softmax over no key at all
         empty = infer.Example([0, 0], [1])
-        next(infer.process_examples(params, cfg, one_device, [inner, empty]))
+        next(infer.process_examples(params, cfg, [inner, empty]))
 
 
-def test_beams_without_an_output_are_left_out(one_device):
+def test_beams_without_an_output_are_left_out():
     """With 5 ids and length 1, five outputs are possible, and one of them ends."""
     cfg = change(model=dict(vocab_size=5), decode=dict(beams=8, num_return=8, max_len=1))
     params = make_params(cfg)
     examples = [infer.Example([2, 3, 1])]
-    ((outputs, scores),) = infer.process_examples(params, cfg, one_device, examples)
+    ((outputs, scores),) = infer.process_examples(params, cfg, examples)
     assert outputs == [[]] and len(scores) == 1
 
 
@@ -2263,7 +2263,7 @@ def test_tasks_are_answered_as_they_are_trained(answer, monkeypatch):
     write_jsonl(Path("task.jsonl"), rows)
     seen = []
 
-    def record(params, cfg, mesh, examples, mode):
+    def record(params, cfg, examples, mode):
         seen.extend(examples)
         return iter([([[5]], [0.0])] * len(seen))
 
@@ -2430,7 +2430,7 @@ def test_the_target_must_be_one_of_different_choices(row, correct):
     assert [x["targets"] for x in choices] == list(map(str, texts))
 
 
-def test_the_loss_is_a_mean_over_all_tokens_of_all_batches(one_device):
+def test_the_loss_is_a_mean_over_all_tokens_of_all_batches():
     """content_loss leaves out EOS and sentinels. A uniform model needs log2(V) bits."""
     settings = dict(vocab="bytes", extra_ids=20, task="x")
     cfg = change(model=dict(vocab_size=300), data=settings)
@@ -2442,12 +2442,12 @@ def test_the_loss_is_a_mean_over_all_tokens_of_all_batches(one_device):
     ids = np.concatenate([batch.targets for batch in batches])
     losses = np.asarray(model.cross_entropy(np.concatenate(logits), ids)[0])
     content = losses[(ids > 1) & (ids < 259)]
-    found = evaluate.evaluate_loss(params, cfg, one_device, batches, tokenizer)
+    found = evaluate.evaluate_loss(params, cfg, batches, tokenizer)
     assert found["cross_ent_loss"] == pytest.approx(losses[ids > 0].mean(), rel=1e-5)
     assert found["content_loss"] == pytest.approx(content.mean(), rel=1e-5)
     assert found["loss"] == pytest.approx(found["cross_ent_loss"] + found["z_loss"])
     params["unembed"] *= 0
-    found = evaluate.evaluate_loss(params, cfg, one_device, batches, tokenizer)
+    found = evaluate.evaluate_loss(params, cfg, batches, tokenizer)
     assert found["bits_per_byte"] == pytest.approx(math.log2(300), rel=1e-5)
     assert found["accuracy"] == 0  # Equal logits predict nothing.
 
@@ -2480,7 +2480,7 @@ def test_the_best_value_is_the_lowest_of_losses_and_where_it_is_said(name, best)
 
 
 @pytest.fixture
-def evaluated(byte_run, one_device, tmp_path, monkeypatch):
+def evaluated(byte_run, tmp_path, monkeypatch):
     """A function that evaluates byte_run on a task with some rows."""
     cfg, _ = configs.load_run(byte_run)
     params = infer.load_params(cfg, byte_run, 1)
@@ -2489,7 +2489,7 @@ def evaluated(byte_run, one_device, tmp_path, monkeypatch):
     def evaluate_rows(function, rows, split="validation", **task):
         source = write_jsonl(tmp_path / "rows.jsonl", rows)
         monkeypatch.setitem(data.TASKS, "mine", data.Task(source, **task))
-        return function(params, cfg, one_device, "mine", split, data.load_tokenizer(cfg))
+        return function(params, cfg, "mine", split, data.load_tokenizer(cfg))
 
     return evaluate_rows
 
@@ -2554,7 +2554,7 @@ def test_choices_that_become_equal_ids_are_refused(evaluated):
 
 def test_the_loss_of_a_split_is_that_of_all_its_examples(evaluated, monkeypatch):
     rows = [{"inputs": str(n), "targets": "a"} for n in range(100)]
-    count = lambda *args: sum(len(batch.targets.nonzero()[0]) for batch in args[3])
+    count = lambda *args: sum(len(batch.targets.nonzero()[0]) for batch in args[2])
     monkeypatch.setattr(evaluate, "evaluate_loss", count)
     assert evaluated(evaluate.loss_of_split, rows) == 2 * len(rows)  # with EOS
 
@@ -2706,12 +2706,10 @@ def test_large_slots_are_split_like_their_parameters(optimizer):
     )
     mesh, table = partition.set_mesh(cfg, jax.devices()), model.param_table(cfg.model)
     template = train.abstract_state(cfg)
-    shapes = {name: p.shape for name, p in partition.flatten(table).items()}
-    for param, sharding in partition.flatten(
-        partition.shardings(table, mesh, True)
-    ).items():
+    for param, p in partition.flatten(table).items():
+        sharding = jax.NamedSharding(mesh, partition.spec(p.axes, True))
         for name, a in partition.flatten(template).items():
-            if name.endswith(f"/{param}") and a.shape == shapes[param]:
+            if name.endswith(f"/{param}") and a.shape == p.shape:
                 assert a.sharding == sharding
     sizes = [sum(a.size for a in jax.tree.leaves(tree)) for tree in template[1:]]
     share = sizes[1] / sizes[0]

@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import optax
 from jax import Array, P, lax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 from jax.tree_util import keystr
 from tqdm import tqdm
 
@@ -390,10 +389,8 @@ class Log:
 class Evaluations:
     """Evaluate the model during training, on held-out examples of each task."""
 
-    def __init__(
-        self, cfg: Config, mesh: Mesh, tokenizer: data.Tokenizer, log, checkpoints
-    ):
-        self.cfg, self.mesh, self.tokenizer = cfg, mesh, tokenizer
+    def __init__(self, cfg: Config, tokenizer: data.Tokenizer, log, checkpoints):
+        self.cfg, self.tokenizer = cfg, tokenizer
         self.log, self.checkpoints = log, checkpoints
         t = cfg.train
         self.groups = {}  # {group of metrics: (steps between evaluations, function)}
@@ -441,13 +438,13 @@ class Evaluations:
 
     def measure_loss(self, batches: list, step: int, params: dict) -> dict[str, float]:
         """Compute the losses of held-out batches, and show one example."""
-        args = params, self.cfg, self.mesh
-        tqdm.write(evaluate.held_out_example(*args, batches[0], self.tokenizer))
-        return evaluate.evaluate_loss(*args, batches, self.tokenizer)
+        example = evaluate.held_out_example(params, self.cfg, batches[0], self.tokenizer)
+        tqdm.write(example)
+        return evaluate.evaluate_loss(params, self.cfg, batches, self.tokenizer)
 
     def measure_outputs(self, name: str, step: int, params: dict) -> dict[str, float]:
         """Compute metrics of generated outputs, and write the outputs to RUN_DIR/eval."""
-        args, t = (params, self.cfg, self.mesh, name), self.cfg.train
+        args, t = (params, self.cfg, name), self.cfg.train
         limit = t.eval_batches * t.batch_size or None
         metrics, lines = evaluate.predict(*args, "validation", self.tokenizer, limit)
         if partition.is_main_process():
@@ -552,7 +549,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
         compiled_step = compiling.result()
     log = Log(run_dir, step)
     checkpoints = partition.Checkpoints(run_dir, cfg.train.keep)
-    evaluations = Evaluations(cfg, mesh, tokenizer, log, checkpoints)
+    evaluations = Evaluations(cfg, tokenizer, log, checkpoints)
     if resume_from:  # A kill may have prevented the evaluations of this checkpoint.
         evaluations(step, state.params)
     return Run(compiled_step, state, step, batches, log, checkpoints, evaluations)
