@@ -219,10 +219,10 @@ class Beams(NamedTuple):
 def start_beams(B: int, N: int, T: int) -> Beams:
     """Begin with equal, empty beams. Only the first one counts in the first step."""
     ids, none = jnp.zeros((B, N, T), jnp.int32), jnp.zeros((B, N), bool)
-    scores = jnp.broadcast_to(jnp.where(jnp.arange(N) == 0, 0.0, MASKED), (B, N))
+    masked = jnp.full((B, N), MASKED)
+    scores = masked.at[:, 0].set(0.0)
     ancestors = ids + jnp.arange(N)[:, None]
-    finished = ids, jnp.full((B, N), MASKED), none
-    return Beams(ids, scores, *finished, ancestors, none[:, :1])
+    return Beams(ids, scores, ids, masked, none, ancestors, none[:, :1])
 
 
 def length_penalty(tokens, decode_cfg: DecodeConfig):
