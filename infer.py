@@ -163,9 +163,9 @@ def gather(array: Array, index: Array) -> Array:
 
 def output_rngs(seed: int, indices: Array, N: int) -> Array:
     """Return a random key for each output [B, N], which does not depend on its batch."""
-    fold_in = jax.vmap(jax.random.fold_in, (None, 0))
+    fold_in = jnp.vectorize(jax.random.fold_in)
     rngs = fold_in(jax.random.key(seed), indices)
-    return jax.vmap(fold_in, (0, None))(rngs, jnp.arange(N))
+    return fold_in(rngs[..., None], jnp.arange(N))
 
 
 def sample(log_probs: Array, t, decode_cfg: DecodeConfig, rngs: Array) -> Array:
@@ -173,10 +173,8 @@ def sample(log_probs: Array, t, decode_cfg: DecodeConfig, rngs: Array) -> Array:
     logits = log_probs / max(decode_cfg.temperature or 1.0, 1e-4)
     logits = filter_logits(logits, decode_cfg.top_k, decode_cfg.top_p)
 
-    def draw(rng, logits):
-        return jax.random.categorical(jax.random.fold_in(rng, t), logits)
-
-    return jax.vmap(jax.vmap(draw))(rngs, logits)
+    rngs = jnp.vectorize(jax.random.fold_in)(rngs, t)
+    return jnp.vectorize(jax.random.categorical, signature="(),(v)->()")(rngs, logits)
 
 
 def filter_logits(logits: Array, top_k: int, top_p: float) -> Array:
