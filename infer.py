@@ -284,7 +284,7 @@ def generate(
     arch,
     length,
     decode_cfg=DecodeConfig(),
-    indices=None,
+    indices=0,
     seed=0,
 ) -> tuple[Array, Array]:
     """Return (ids [B, N, length], scores [B, N]) for inputs [B, S], best output first.
@@ -300,7 +300,6 @@ def generate(
         extend = functools.partial(extend_beams, decode_cfg=decode_cfg)
     else:
         N = decode_cfg.num_return if decode_cfg.samples else 1
-        indices = jnp.zeros(B, jnp.uint32) if indices is None else indices
         rngs = output_rngs(seed, indices, N)
         state, result = start_outputs(B, N, length), sorted_outputs
         extend = functools.partial(append_ids, decode_cfg=decode_cfg, rngs=rngs)
