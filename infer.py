@@ -404,10 +404,9 @@ def process_batch(params, cfg: Config, group: list[Example], mode: str) -> list:
 
 def padded_length(sequences: list) -> int:
     """Round up the longest length. Few different lengths mean few compilations."""
-    longest = max(map(len, sequences))
-    if longest > 512:
-        return -(-longest // 512) * 512
-    return max(16, 1 << (longest - 1).bit_length())
+    longest = max(16, *map(len, sequences))
+    multiple = min(512, 1 << (longest - 1).bit_length())
+    return -(-longest // multiple) * multiple
 
 
 def cut_at_eos(ids: Iterable) -> list[int]:
