@@ -371,7 +371,7 @@ def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
 def process_batch(params, cfg: Config, group: list[Example], mode: str) -> list:
     """Run the model on at most decode.batch_size examples."""
     # A small group gets a small batch. Copies of its last example fill the batch: they do
-    # not need more decoding steps than that example.
+    # not need more decoding steps than that example. zip drops their results.
     rows = min(cfg.decode.batch_size, 1 << (len(group) - 1).bit_length())
     parts = jax.sharding.get_mesh().shape["data"]
     rows = -(-rows // parts) * parts
@@ -386,16 +386,15 @@ def process_batch(params, cfg: Config, group: list[Example], mode: str) -> list:
     if not batch.input_segments.any(axis=1).all():
         raise UserError("An example has no inputs besides padding.")
     batch, indices = partition.put_batch((batch, np.uint32(indices)))
-    if mode == "score":
-        return np.asarray(score(params, batch, cfg.model)).tolist()[: len(group)]
-    if mode == "encode":
-        return list(np.asarray(mean_vectors(params, batch, cfg.model))[: len(group)])
+    if mode != "predict":
+        compute = {"score": score, "encode": mean_vectors}[mode]
+        return np.asarray(compute(params, batch, cfg.model)).tolist()
     length = cfg.decode.max_len or cfg.data.targets_length
     inputs, segments = batch.inputs, batch.input_segments
     args = cfg.model, length, cfg.decode, indices, cfg.train.seed
     ids, scores = map(np.asarray, generate(params, inputs, segments, *args))
     results = []
-    for outputs, own_scores in zip(ids[: len(group)], scores):
+    for outputs, own_scores in zip(ids, scores):
         # Beam search may find fewer outputs than there are beams.
         n = min(cfg.decode.num_return, np.sum(own_scores != -np.inf))
         results.append((list(map(cut_at_eos, outputs[:n])), own_scores[:n].tolist()))
