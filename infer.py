@@ -442,14 +442,14 @@ def start_inference(options: configs.Options):
 
 def load_params(cfg: Config, run_dir: str, step: int) -> dict:
     """Return the params of a checkpoint, split over the devices of the mesh."""
-    table = model.param_table(cfg.model)
-    abstract = {
-        f"params/{name}": jax.ShapeDtypeStruct(
-            p.shape, jnp.float32, sharding=partition.spec(p.axes, cfg.mesh.fsdp)
-        )
-        for name, p in partition.flatten(table).items()
-    }
-    arrays = partition.load_arrays(partition.Checkpoints(run_dir).path(step), abstract)
+    mesh, table = jax.sharding.get_mesh(), model.param_table(cfg.model)
+    shardings = partition.shardings(table, mesh, cfg.mesh.fsdp)
+
+    def abstract(p, sharding):
+        return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding)
+
+    wanted = partition.flatten({"params": jax.tree.map(abstract, table, shardings)})
+    arrays = partition.load_arrays(partition.Checkpoints(run_dir).path(step), wanted)
     return jax.tree.unflatten(jax.tree.structure(table), arrays.values())
 
 
