@@ -474,7 +474,7 @@ def line_example(line: dict, index: int, cfg: Config, tokenizer, mode: str) -> E
                 f"{size - 1}. It has {str(line)[:200]}."
             )
         ids = [i for i in value if i != data.PAD]
-        if not ids or ids[-1] != data.EOS:
+        if ids[-1:] != [data.EOS]:
             configs.note(f"Some {side} do not end with EOS (the id 1), as T5 expects.")
         return value
 
