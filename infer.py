@@ -490,15 +490,15 @@ def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
         raise UserError(f"--shard {options.shard} is none of 0/{count}, 1/{count}, …")
     if kind == "task":
         name, split = f"{name}:validation".split(":")[:2]
-        task, lines = data.find_task(name, cfg), data.read_task(name, split, cfg)
-        if not data.open_task(name, split, cfg)[1]:
+        task, files = data.open_task(name, split, cfg)
+        if not files:
             raise UserError(f"The task {name} has no split {split}.")
+        lines = data.read_task(name, split, cfg)
     else:
         task, lines = None, data.read_jsonl(options.input)
     for index, line in itertools.islice(enumerate(lines), first, None, count):
         if task:
-            pair = data.encode_pair(line, task, tokenizer, cfg)
-            yield line, Example(*pair, index)
+            yield line, Example(*data.encode_pair(line, task, tokenizer, cfg), index)
         else:
             yield line, line_example(line, index, cfg, tokenizer, options.mode)
 
