@@ -417,11 +417,10 @@ def fill_blanks(inputs: Iterable, targets: Iterable, tokenizer) -> str:
     """Fill the gaps of a text: "a <extra_id_0> c" becomes "a [b] c", or "a ____ c"."""
     sentinel = r"<extra_id_(\d+)>"
     _, *parts = re.split(sentinel, tokenizer.decode(targets))
-    answers = dict(zip(parts[::2], parts[1::2]))
+    answers = {i: f" [{text.strip()}] " for i, text in zip(parts[::2], parts[1::2])}
 
     def fill(match):
-        answer = answers.get(match[1])
-        return " ____ " if answer is None else f" [{answer.strip()}] "
+        return answers.get(match[1], " ____ ")
 
     return " ".join(re.sub(sentinel, fill, tokenizer.decode(inputs)).split())
 
