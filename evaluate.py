@@ -281,10 +281,10 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
     choices = []
     for number, example in enumerate(examples):
         choices += answer_choices(name, task, number, example)
-    texts = [choice["targets"] for choice in choices]
-    correct = [choice["is_correct"] for choice in choices]
+    keys = "targets", "idx", "is_correct", "weight"
+    texts, indices, correct, weights = ([x[key] for x in choices] for key in keys)
     id_pairs = [data.encode_pair(choice, task, tokenizer, cfg) for choice in choices]
-    groups = group_choices([choice["idx"] for choice in choices])
+    groups = group_choices(indices)
     for group in groups:
         ids = [(tuple(id_pairs[i][1]), correct[i]) for i in group]
         if len(dict(ids)) < len(set(ids)):
@@ -308,7 +308,6 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
             "is_correct": correct[best],
         }
         lines.append(choices[group[0]] | line)
-    indices, weights = ([choice[key] for choice in choices] for key in ("idx", "weight"))
     targets = zip(indices, correct, weights, lengths)
     kinds = {tuple(x.get("answer_choices", task.choices)) for x in examples}
     num_classes = len(kinds.pop()) if len(kinds) == 1 else None
