@@ -230,8 +230,8 @@ def group_choices(indices: list[tuple[int, int]]) -> list[list[int]]:
     if len(set(indices)) < len(indices):
         raise ValueError("two answer choices have the same idx")
     groups = collections.defaultdict(list)
-    for position in sorted(range(len(indices)), key=indices.__getitem__):
-        groups[indices[position][0]].append(position)
+    for (example, _), position in sorted(zip(indices, itertools.count())):
+        groups[example].append(position)
     return list(groups.values())
 
 
