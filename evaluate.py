@@ -293,16 +293,16 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
                 f"--data.targets_length cuts them: {[texts[i] for i in group]}."
             )
     numbered = (infer.Example(*pair) for pair in id_pairs)
-    scores = list(infer.process_examples(params, cfg, numbered, "score"))
+    scores = np.array(list(infer.process_examples(params, cfg, numbered, "score")))
     lengths = [len(targets) for _, targets in id_pairs]
     if normalize:
-        scores = np.divide(scores, lengths).tolist()
+        scores /= lengths
     lines = []
     for group in groups:
-        best = group[np.argmax(np.float32(scores)[group])]
+        best = group[np.argmax(np.float32(scores[group]))]
         line = {
             "choices": [texts[i] for i in group],
-            "scores": [scores[i] for i in group],
+            "scores": scores[group].tolist(),
             "targets": [texts[i] for i in group if correct[i]],
             "prediction": texts[best],
             "is_correct": correct[best],
