@@ -458,10 +458,9 @@ def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> st
     if mode == "rank":
         name += "-rank-normalized" if options.normalize else "-rank"
     if mode == "predict":
-        old = configs.flat_settings(run_cfg)
-        for key, value in configs.flat_settings(options.cfg).items():
-            if key.startswith("decode.") and value != old[key] and "batch" not in key:
-                name += f"-{key[7:]}={value}"
+        for key, value in vars(options.cfg.decode).items():
+            if value != getattr(run_cfg.decode, key) and key != "batch_size":
+                name += f"-{key}={value}"
     return name if options.split == "validation" else f"{name}-{options.split}"
 
 
