@@ -218,11 +218,12 @@ def answer_choices(name: str, task: data.Task, number: int, example: dict) -> li
             f"one of its choices, and these must differ. Its choices, of the field "
             f"answer_choices or of the task, are {texts}."
         )
-    choices = []
-    for i, text in enumerate(texts):
-        values = {"targets": text, "idx": (number, i), "is_correct": simple[i] == target}
-        choices.append(example | values | {"weight": 1.0})
-    return choices
+    return [
+        example
+        | {"targets": text, "idx": (number, i), "is_correct": simple[i] == target}
+        | {"weight": 1.0}
+        for i, text in enumerate(texts)
+    ]
 
 
 def group_choices(indices: list[tuple[int, int]]) -> list[list[int]]:
