@@ -337,8 +337,7 @@ def bleu(targets, predictions):
 
     references = [[target] if isinstance(target, str) else target for target in targets]
     streams = list(itertools.zip_longest(*references))  # all first references, and so on
-    options = {"smooth_method": "exp", "smooth_value": 0.0, "tokenize": "intl"}
-    return {"bleu": sacrebleu.corpus_bleu(predictions, streams, **options).score}
+    return {"bleu": sacrebleu.corpus_bleu(predictions, streams, tokenize="intl").score}
 
 
 def rouge(targets, predictions):
