@@ -85,7 +85,7 @@ MATRICES = {
 }
 
 
-def foreign_names(path: str, layer: int | None, gated: bool = True) -> tuple[str, str]:
+def foreign_names(path: str, layer, gated: bool = True) -> tuple[str, str]:
     """Return the names in T5X and in Hugging Face of one layer of a parameter."""
     if path in SINGLE:
         t5x, hf = SINGLE[path]
@@ -111,11 +111,14 @@ def foreign_names(path: str, layer: int | None, gated: bool = True) -> tuple[str
 
 
 def all_foreign_names(arch: ModelConfig) -> Iterator[tuple]:
-    """Yield (path, layer, its shape, T5X name, Hugging Face name) of each array."""
+    """Yield (path, layer, its shape, T5X name, Hugging Face name) of each array.
+
+    The layer of an array that exists once is `...`: as an index, it selects everything.
+    """
     gated = arch.activation.startswith("gated_")
     for path, param in partition.flatten(model.param_table(arch)).items():
         stacked = "/layers/" in path
-        for layer in range(param.shape[0]) if stacked else [None]:
+        for layer in range(param.shape[0]) if stacked else [...]:
             yield path, layer, param.shape[stacked:], *foreign_names(path, layer, gated)
 
 
@@ -161,7 +164,7 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
         num_layers=depth("encoder"),
         num_decoder_layers=depth("decoder"),
         activation="gated_gelu" if gated else "relu",
-        tied=foreign_names("unembed", None)[0] not in arrays,
+        tied=SINGLE["unembed"][0] not in arrays,
         relative_buckets=buckets,
         layer_biases=layer_biases,
     )
@@ -626,8 +629,7 @@ def write_hf(weights: Weights, folder: Path, dtype: np.dtype) -> None:
     """
     cfg, arrays = weights.cfg.model, {}
     for path, layer, _, _, name in all_foreign_names(cfg):
-        array = weights.arrays[f"params/{path}"]
-        array = array if layer is None else array[layer]
+        array = weights.arrays[f"params/{path}"][layer]
         arrays[name] = np.ascontiguousarray(array if path == "embed" else array.T, dtype)
     safetensors.numpy.save_file(arrays, folder / "model.safetensors", {"format": "pt"})
     family = "umt5" if cfg.layer_biases else "t5"
@@ -703,7 +705,7 @@ def convert(
         else:
             from extras import to_t5x
 
-            names = list(all_foreign_names(weights.cfg.model))
+            names = all_foreign_names(weights.cfg.model)
             to_t5x.write(weights, names, temporary, np_dtype)
         compare(weights, read_model(temporary), np_dtype)
         temporary.rename(destination)

@@ -1723,7 +1723,7 @@ def test_the_network_equals_that_of_t5x(name):
     assert_allclose(found, expected, rtol=1e-5)
     grads = partition.flatten(grads)
     for path, layer, _, name, _ in convert.all_foreign_names(cfg):
-        g = grads[path] if layer is None else grads[path][layer]
+        g = grads[path][layer]
         expected = case[f"grad_sq/{name}"]
         found = jnp.sum(g * g, tuple(range(expected.ndim, g.ndim)))
         assert_allclose(found, expected, rtol=1e-4, err_msg=name)

@@ -4,6 +4,7 @@ A checkpoint is a msgpack file, which has the small arrays, and a zarr directory
 large array. The file config.gin describes the model.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import flax
@@ -51,7 +52,7 @@ def write_zarr(folder: Path, name: str, array: np.ndarray) -> dict:
     return spec | {"kvstore": {"driver": "file", "path": f"{directory}/"}}
 
 
-def write(weights, names: list[tuple], folder: Path, dtype: np.dtype) -> None:
+def write(weights, names: Iterable[tuple], folder: Path, dtype: np.dtype) -> None:
     """Write convert.Weights. names: the result of convert.all_foreign_names.
 
     Raises UserError for UMT5, which T5X does not have.
@@ -64,14 +65,13 @@ def write(weights, names: list[tuple], folder: Path, dtype: np.dtype) -> None:
     has_slots = "opt_state/0/v/embed" in arrays
     tree = {"state/step": np.int32(arrays["step"])}
     for path, layer, _, name, _ in names:
-        index = ... if layer is None else layer
-        array = arrays[f"params/{path}"][index].astype(dtype)
+        array = arrays[f"params/{path}"][layer].astype(dtype)
         tree[f"target/{name}"] = write_zarr(folder, f"target/{name}", array)
         for slot in ("m", "v", "v_row", "v_col") if has_slots else ():
             full_name = f"state/param_states/{name}/{slot}"
             array = arrays.get(f"opt_state/0/{slot}/{path}", np.zeros(1, np.float32))
             if array.shape != (1,):  # A single zero stands for an array that is not used.
-                array = array[index]
+                array = array[layer]
             is_large = slot == "v" and array.shape != (1,)
             tree[full_name] = write_zarr(folder, full_name, array) if is_large else array
     if not has_slots:
