@@ -298,16 +298,15 @@ def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
     files = [f / n for f in folders for n in ("config.gin", "operative_config.gin")]
     text = "\n".join(file.read_text() for file in reversed(files) if file.is_file())
     text = re.sub(" *#.*", "", text)
-    matches = {field: re.findall(pattern, text) for field, pattern in GIN.items()}
-    stated = {field: values[-1] for field, values in matches.items() if values}
+    stated = {}
+    for field, pattern in GIN.items():
+        if values := re.findall(pattern, text):
+            stated[field] = type(getattr(arch, field))(values[-1])
     if "activation" in stated:  # such as "('gelu', 'linear')"
         kind, *linear = re.findall(r"\w+", stated["activation"].replace("swish", "silu"))
         stated["activation"] = f"gated_{kind}" if linear == ["linear"] else kind
         if stated["activation"] not in HF_ACTIVATIONS.values():
             raise UserError(f"{folders[0]}: plain T5 has no activation {kind}.")
-    for field, kind in ("relative_max_distance", int), ("dropout", float):
-        if field in stated:
-            stated[field] = kind(stated[field])
     if assumed := [f"{name} {getattr(arch, name)}" for name in GIN if name not in stated]:
         print(f"No Gin file states the model's {', '.join(assumed)}: they are assumed.")
     return replace(arch, **stated)
