@@ -422,16 +422,16 @@ def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndar
                 f"{folder} has no shared.weight, or an {name} that differs from it. It "
                 f"has {', '.join(sorted(arrays)):.200}."
             )
-    head = rest.pop("lm_head.weight", None)
-    if head is None and not any(name.startswith("decoder.block.") for name in rest):
+    has_head = "lm_head.weight" in rest
+    head = rest.pop("lm_head.weight", embed)
+    if not has_head and not any(name.startswith("decoder.block.") for name in rest):
         return rest
     is_mt5 = config.get("model_type") == "mt5"
     tied = config.get("tie_word_embeddings", True)
     scaled = config.get("scale_decoder_outputs", tied) and not is_mt5
     stated = {"tie_word_embeddings", "scale_decoder_outputs"} & config.keys()
-    if head is None and not tied and "scale_decoder_outputs" not in config:
+    if not has_head and not tied and "scale_decoder_outputs" not in config:
         raise UserError(f"{folder} has no lm_head.weight, although it is not tied.")
-    head = embed if head is None else head
     is_equal = np.array_equal(head, embed)
     if not is_equal and not stated and not is_mt5:
         raise UserError(
