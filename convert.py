@@ -458,14 +458,15 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
             )
     config = read_json(folder / "config.json")
     generation = read_json(folder / "generation_config.json")
-    if config.get("model_type", "t5") not in ("t5", "mt5", "umt5"):
-        raise UserError(f"{folder} has model_type {config['model_type']}, and is no T5.")
+    family = config.get("model_type", "t5")
+    if family not in ("t5", "mt5", "umt5"):
+        raise UserError(f"{folder} has model_type {family}, and is no T5.")
     for field, expected in SPECIAL.items():
         value = (config | generation).get(field, expected)
         if value not in (expected, [expected]):
             raise UserError(f"{folder} has {field} {value}, but plain T5 has {expected}.")
     # The defaults of the classes T5Config, and MT5Config and UMT5Config.
-    default = "relu" if config.get("model_type", "t5") == "t5" else "gated-gelu"
+    default = "relu" if family == "t5" else "gated-gelu"
     activation = config.setdefault("feed_forward_proj", default)
     if activation not in HF_ACTIVATIONS:
         raise UserError(f"{folder}: plain T5 has no feed_forward_proj {activation}.")
