@@ -213,8 +213,7 @@ def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.n
             array = slots.get(f"{name}/{slot}", np.zeros(1))
             layers.setdefault(f"opt_state/0/{slot}/{path}", []).append(np.float32(array))
     unused = {name: parts[0] for name, parts in layers.items() if parts[0].size == 1}
-    count = {"opt_state/0/count": np.int32(step)}
-    plain = stack_layers(layers) | unused | count
+    plain = stack_layers(layers) | unused | {"opt_state/0/count": np.int32(step)}
 
     def init():
         params = model.init_params(arch, jax.random.key(0))
