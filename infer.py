@@ -336,8 +336,7 @@ def mean_vectors(params: dict, batch: data.Batch, arch: ModelConfig) -> Array:
     """Return the mean of the encoder's outputs of each row, float32 [B, D]."""
     x = model.encode(params, batch.inputs, batch.input_segments, arch)
     is_input = (batch.input_segments > 0)[..., None]
-    total = jnp.sum(x.astype(jnp.float32), axis=1, where=is_input)
-    return total / jnp.maximum(jnp.sum(is_input, axis=1), 1)
+    return jnp.mean(x, axis=1, dtype=jnp.float32, where=is_input)
 
 
 # ---- batches of examples ---------------------------------------------------------------
