@@ -249,10 +249,10 @@ def extend_beams(state: Beams, log_probs: Array, t, *, decode_cfg: DecodeConfig)
 
     new_scores = scores / length_penalty(t + 1.0, decode_cfg)
     new_scores += jnp.where(ends, 0.0, MASKED)
-    both_scores = jnp.concatenate([state.finished_scores, new_scores], axis=1)
+    both_scores = jnp.append(state.finished_scores, new_scores, axis=1)
     finished_scores, best = lax.top_k(both_scores, N)
-    finished_ids = gather(jnp.concatenate([state.finished_ids, extended], axis=1), best)
-    finished = gather(jnp.concatenate([state.finished, ends], axis=1), best)
+    finished_ids = gather(jnp.append(state.finished_ids, extended, axis=1), best)
+    finished = gather(jnp.append(state.finished, ends, axis=1), best)
 
     # The score of a live beam can only fall, and its penalty is at most that of T ids, or
     # in T5X of T + 1. The search ends when no live beam can beat a finished output.
@@ -328,7 +328,7 @@ def score(params: dict, batch: data.Batch, arch: ModelConfig) -> Array:
     """Return the log-probability of the targets of each row [B], including EOS."""
     logits = model.forward(params, batch, arch)
     losses, *_ = model.cross_entropy(logits, batch.targets)
-    return -jnp.sum(losses * (batch.target_segments > 0), axis=1)
+    return -jnp.sum(losses, axis=1, where=batch.target_segments > 0)
 
 
 @jax.jit(static_argnames="arch", out_shardings=P())
