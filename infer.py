@@ -440,13 +440,13 @@ def start_inference(options: configs.Options):
 
 def load_params(cfg: Config, run_dir: str, step: int) -> dict:
     """Return the params of a checkpoint, split over the devices of the mesh."""
-    mesh, table = jax.sharding.get_mesh(), model.param_table(cfg.model)
-    shardings = partition.shardings(table, mesh, cfg.mesh.fsdp)
+    table = model.param_table(cfg.model)
 
-    def abstract(p, sharding):
+    def abstract(p):
+        sharding = partition.spec(p.axes, cfg.mesh.fsdp)
         return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding)
 
-    wanted = partition.flatten({"params": jax.tree.map(abstract, table, shardings)})
+    wanted = partition.flatten({"params": jax.tree.map(abstract, table)})
     arrays = partition.load_arrays(partition.Checkpoints(run_dir).path(step), wanted)
     return jax.tree.unflatten(jax.tree.structure(table), arrays.values())
 
