@@ -717,7 +717,7 @@ def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
                 if (f, number) > tuple(start):
                     new = {new: record[old] for new, old in renamed if old in record}
                     documents = task.preprocess(record | new)
-                    texts = [text for x in documents for text in texts_of(x, task)]
+                    texts = texts_of(documents, task)
                     # A lone surrogate, which JSON can hold, raises an error here.
                     "".join(x for x in texts if isinstance(x, str)).encode()
                     size = 300 + sum(map(len, texts))  # 300 for the objects of Python
@@ -728,9 +728,9 @@ def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
             raise UserError(f"{where}: {error!r}") from error
 
 
-def texts_of(document: dict, task: Task) -> list:
+def texts_of(documents: list[dict], task: Task) -> list:
     names = ("text",) if task.objective else ("inputs", "targets")
-    return [document[name] for name in names]
+    return [document[name] for document in documents for name in names]
 
 
 def read_window(records: Iterator, characters: int, task, tokenizer, cfg) -> tuple:
@@ -752,7 +752,7 @@ def read_window(records: Iterator, characters: int, task, tokenizer, cfg) -> tup
 
 def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
     """Return the ids of each text or pair. Lists of ids lose their padding and EOS."""
-    values = [text for document in documents for text in texts_of(document, task)]
+    values = texts_of(documents, task)
     encoded = iter(tokenizer.encode([text for text in values if isinstance(text, str)]))
     result = []
     for value in values:
