@@ -574,9 +574,9 @@ def batches_of_split(
     return [fill_rows(part, np.arange(len(part)), size, limits) for part in parts]
 
 
-def encode_pair(document: dict, task: Task, tokenizer: Tokenizer, cfg: Config):
+def encode_pairs(documents: list[dict], task: Task, tokenizer, cfg: Config) -> list[Pair]:
     task = task._replace(objective=None)
-    return make_examples(tokenize([document], task, tokenizer), task, tokenizer, cfg)[0]
+    return make_examples(tokenize(documents, task, tokenizer), task, tokenizer, cfg)
 
 
 # ---- sources: KIND:NAME ----------------------------------------------------------------

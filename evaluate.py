@@ -181,7 +181,7 @@ def check_metrics(name: str, task: data.Task, examples, targets: list, written: 
 def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
     """Generate a text for each example. Returns metrics, and a line for each example."""
     task, examples = data.find_task(name, cfg), read_pairs(name, split, cfg, limit)
-    pairs = [data.encode_pair(example, task, tokenizer, cfg) for example in examples]
+    pairs = data.encode_pairs(examples, task, tokenizer, cfg)
     targets = [example["targets"] for example in examples]
     targets = [x if isinstance(x, str) else tokenizer.decode(x) for x in targets]
     written = [tokenizer.decode(ids) for _, ids in pairs[:100]]
@@ -282,10 +282,10 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
     choices = []
     for number, example in enumerate(examples):
         choices += answer_choices(name, task, number, example)
-    keys = "targets", "idx", "is_correct", "weight"
-    texts, indices, correct, weights = ([x[key] for x in choices] for key in keys)
-    id_pairs = [data.encode_pair(choice, task, tokenizer, cfg) for choice in choices]
-    groups = group_choices(indices)
+    texts = [choice["targets"] for choice in choices]
+    correct = [choice["is_correct"] for choice in choices]
+    id_pairs = data.encode_pairs(choices, task, tokenizer, cfg)
+    groups = group_choices([choice["idx"] for choice in choices])
     for group in groups:
         ids = [(tuple(id_pairs[i][1]), correct[i]) for i in group]
         if len(dict(ids)) < len(set(ids)):

@@ -496,7 +496,8 @@ def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
         task, lines = None, data.read_jsonl(options.input)
     for index, line in itertools.islice(enumerate(lines), first, None, count):
         if task:
-            yield line, Example(*data.encode_pair(line, task, tokenizer, cfg), index)
+            (pair,) = data.encode_pairs([line], task, tokenizer, cfg)
+            yield line, Example(*pair, index)
         else:
             yield line, line_example(line, index, cfg, tokenizer, options.mode)
 

@@ -1326,13 +1326,13 @@ def test_stored_texts_win_over_stored_ids_which_lose_padding_and_eos():
     row = dict(inputs=[5, 1], inputs_pretokenized="a", targets=[7, 8, 1])
     (formatted,) = data.text_to_text(row)
     assert formatted["inputs"] == "a"
-    inputs, targets = data.encode_pair(formatted, data.Task(), TOKENIZER, BYTES)
+    ((inputs, targets),) = data.encode_pairs([formatted], data.Task(), TOKENIZER, BYTES)
     assert (inputs.tolist(), targets.tolist()) == ([100, 1], [7, 8, 1])
     padded = dict(inputs=[100, 1, 0, 0], targets=np.array([7, 0, 8, 0]))
-    inputs, targets = data.encode_pair(padded, data.Task(), TOKENIZER, BYTES)
+    ((inputs, targets),) = data.encode_pairs([padded], data.Task(), TOKENIZER, BYTES)
     assert (inputs.tolist(), targets.tolist()) == ([100, 1], [7, 0, 8, 1])
     empty = dict(inputs=[], targets="")
-    inputs, targets = data.encode_pair(empty, data.Task(), TOKENIZER, BYTES)
+    ((inputs, targets),) = data.encode_pairs([empty], data.Task(), TOKENIZER, BYTES)
     assert inputs.tolist() == targets.tolist() == [1]
 
 
