@@ -119,8 +119,9 @@ def load_tokenizer(cfg: Config, run_dir: str | None = None) -> Tokenizer:
     """Return the recipe's own VOCABULARY, or that of a run, or that of cfg.data.vocab."""
     vocab = cfg.data.vocab
     for name in ("spiece.model", "tokenizer.json") if run_dir else ():
-        if (configs.to_path(run_dir) / name).exists():
-            vocab = str(configs.to_path(run_dir) / name)
+        path = configs.to_path(run_dir) / name
+        if path.exists():
+            vocab = str(path)
     kind, _, size = vocab.partition(":")
     if configs.VOCABULARY or not (kind == "train" or vocab.endswith(".model")):
         from extras import vocabularies
