@@ -111,7 +111,7 @@ class Tokenizer:
 
     def is_content(self, ids):
         """Return where an array of ids has neither padding nor EOS nor sentinels."""
-        last = -1 if self.first_sentinel is None else self.first_sentinel
+        last = self.first_sentinel or 0  # 0 if there are none
         return (ids > EOS) & ((ids > last) | (ids <= last - self.extra_ids))
 
 
