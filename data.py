@@ -740,7 +740,7 @@ def read_window(records: Iterator, characters: int, task, tokenizer, cfg) -> tup
     records: from read_documents. end: (file, number) of the last record, or None after
     the last record of the source.
     """
-    window, end = [], None
+    window = []
     for documents, end, size in records:
         window += documents
         characters -= size
