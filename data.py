@@ -455,9 +455,8 @@ def stream(name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor) -> Ite
     from 256 to 511 again, because a PART shares its noise, and skips the first 44.
     """
     for documents, end in windows:
-        # Each window has random bits of its own.
-        key = cfg.train.seed, zlib.crc32(name.encode())
-        key += cursor.epoch, cursor.window, cursor.file, cursor.record
+        # Each window, which the first four numbers name, has random bits of its own.
+        key = cfg.train.seed, zlib.crc32(name.encode()), *cursor[:4]
         order = np.argsort(random_bits(len(documents), *key, ORDER), kind="stable")
         for start in range(cursor.taken - cursor.taken % PART, len(documents), PART):
             part = [documents[i] for i in order[start : start + PART]]
