@@ -426,13 +426,11 @@ class Cursor(NamedTuple):
 
 def read_windows(task, files, tokenizer, cfg, size: int, cursor: Cursor) -> Iterator:
     """Yield (tokenized documents of a window, the Cursor of the next window)."""
-    while True:
-        epoch, start = cursor.epoch, (cursor.file, cursor.record)
-        records = read_documents(files, task, cfg, start)
+    for epoch in itertools.count(cursor.epoch):
+        records = read_documents(files, task, cfg, (cursor.file, cursor.record))
         while cursor.epoch == epoch:
             doublings = DOUBLINGS if epoch else min(cursor.window, DOUBLINGS)
-            characters = size << doublings
-            tokenized, end = read_window(records, characters, task, tokenizer, cfg)
+            tokenized, end = read_window(records, size << doublings, task, tokenizer, cfg)
             cursor = Cursor(epoch, cursor.window + 1, *end) if end else Cursor(epoch + 1)
             yield tokenized, cursor
 
@@ -714,7 +712,7 @@ def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
         number, record = 1, {}
         try:
             for record in file.read():
-                if (f, number) > tuple(start):
+                if (f, number) > start:
                     new = {new: record[old] for new, old in renamed if old in record}
                     documents = task.preprocess(record | new)
                     texts = texts_of(documents, task)
