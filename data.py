@@ -344,7 +344,7 @@ def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     From the longest example to the shortest, each gets the open row with space whose free
     shares of both sides then differ least, or a new row.
     """
-    share = sizes / np.array(limits)
+    share = sizes / limits
     row_of = np.zeros(len(sizes), int)
     rows = int(np.ceil(sizes.sum(axis=0) / limits).max())  # as many as all tokens fill
     free = np.tile(limits, (len(sizes), 1)).T  # [2, N]: at most a row for each example
