@@ -693,9 +693,9 @@ def open_source(source: str, split: str, cfg: Config) -> list[File]:
     return files
 
 
-def hold_out(read: Callable, file_number: int, split: str) -> Iterator[dict]:
+def hold_out(file: File, file_number: int, split: str) -> Iterator[dict]:
     """Yield the records of a split: 5 % of the first 20,000 are for validation."""
-    for number, record in enumerate(read()):
+    for number, record in enumerate(file.read()):
         if split == "validation" and number == 20_000:
             return
         held = (
@@ -842,8 +842,10 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     if split not in ("train", "validation"):
         return task, []
     configs.note(f"data     5 % of the first 20,000 records are held out: {task.source}")
-    held = [partial(hold_out, f.read, number, split) for number, f in enumerate(files)]
-    return task, [file._replace(read=read) for file, read in zip(files, held)]
+    return task, [
+        file._replace(read=partial(hold_out, file, number, split))
+        for number, file in enumerate(files)
+    ]
 
 
 def full_name(source: str) -> tuple[str, ...]:
