@@ -662,7 +662,7 @@ def find_files(pattern: str) -> list[tuple[str, int]]:
     """Return (path, size) of all local or remote files that match a pattern, sorted."""
     system, path = fsspec.core.url_to_fs(pattern)
     files = sorted(system.glob(path, detail=True).items())
-    prefix = pattern[: pattern.find("://") + 3] if "://" in pattern else ""
+    prefix = re.match("(.+?://)?", pattern)[0]  # such as gs://
     return [(prefix + p, info["size"]) for p, info in files if info["type"] == "file"]
 
 
