@@ -635,8 +635,8 @@ def read_parquet(path):
 
 def read_parallel(inputs, targets):
     """Yield each line of one file with the same line of another file."""
-    for pair in zip(read_lines(inputs), read_lines(targets), strict=True):
-        yield {"inputs": pair[0].rstrip("\r\n"), "targets": pair[1].rstrip("\r\n")}
+    for a, b in zip(read_lines(inputs), read_lines(targets), strict=True):
+        yield {"inputs": a.rstrip("\r\n"), "targets": b.rstrip("\r\n")}
 
 
 @cache
