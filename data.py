@@ -246,11 +246,11 @@ def span_corruption(documents: list[Ids], tokenizer, data_cfg, *key: int) -> lis
         here = np.flatnonzero(lengths == length)
         tokens = np.stack([documents[i] for i in here])
         noise, spans = noise_counts(length, data_cfg)
-        limits = data_cfg.inputs_length, data_cfg.targets_length
-        needed = length - noise + spans + 1, noise + spans + 1
-        if spans > tokenizer.extra_ids or np.greater(needed, limits).any():
+        inputs, targets = length - noise + spans + 1, noise + spans + 1
+        too_long = inputs > data_cfg.inputs_length or targets > data_cfg.targets_length
+        if spans > tokenizer.extra_ids or too_long:
             raise UserError(
-                f"{length} tokens need {needed[0]} inputs, {needed[1]} targets and {spans} "
+                f"{length} tokens need {inputs} inputs, {targets} targets and {spans} "
                 f"of {tokenizer.extra_ids} sentinels: raise --data.targets_length or "
                 f"--data.mean_span_length, or use the task prefix_lm."
             )
