@@ -146,7 +146,8 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
     readers = [read_task(name, "train", cfg) for name in trained_tasks(cfg)]
     in_turn = itertools.zip_longest(*readers, fillvalue={})
     for fields in itertools.chain.from_iterable(in_turn):
-        for text in (fields[x] for x in ("text", "inputs", "targets") if x in fields):
+        for name in ("text", "inputs", "targets"):
+            text = fields.get(name, "")
             lines += re.findall(".{1,4000}", text)  # SentencePiece skips longer lines
             characters -= len(text)
         if characters < 0:
