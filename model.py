@@ -477,11 +477,11 @@ def mean_metrics(sums: dict) -> dict:
 
 def implementations(arch: ModelConfig) -> dict[str, str]:
     """Return which attention and loss run: "xla" is in this file, others in extras/."""
-    on_tpu, on_cpu = partition.platform() == "tpu", partition.platform() == "cpu"
+    platform = partition.platform()
     # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
-    chunks = on_tpu or arch.vocab_size > 1 << 16
+    chunks = platform == "tpu" or arch.vocab_size > 1 << 16
     automatic = {
-        "attention": "kernel" if configs.HAS_EXTRAS and not on_cpu else "xla",
+        "attention": "kernel" if configs.HAS_EXTRAS and platform != "cpu" else "xla",
         "loss": "chunked" if configs.HAS_EXTRAS and chunks else "xla",
     }
     chosen = {"attention": arch.attention, "loss": arch.loss}
