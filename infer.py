@@ -68,11 +68,10 @@ def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, b
     layers is what all steps share: weights, keys and values of cross-attention, and bias.
     """
     stack, cache, layers = params["decoder"], [], []
-    table = model.param_table(arch)["decoder"]["layers"]
     for i in range(arch.num_decoder_layers):
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
         w = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
-        w = model.gather_weights(table, w)
+        w = model.gather_weights("decoder", w, arch)
         rel_bias = model.relative_bias(stack, w["self_attention"], arch)
         bias = model.position_bias(rel_bias, length, length, False, arch)
         cross_kv = model.keys_values(w["cross_attention"], encoded, arch)

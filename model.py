@@ -549,11 +549,9 @@ REMAT = {
 }
 
 
-def gather_weights(table: dict, w: dict) -> dict:
-    """Gather the weights of one layer: `shard` asks for their splits without FSDP.
-
-    table: the Params of all layers, whose first axis is that of the layers.
-    """
+def gather_weights(stack: str, w: dict, arch: ModelConfig) -> dict:
+    """Gather the weights of one layer: `shard` asks for their splits without FSDP."""
+    table = param_table(arch)[stack]["layers"]  # Its first axis is that of the layers.
     return jax.tree.map(lambda p, w: shard(w, *p.axes[1:]), table, w)
 
 
@@ -564,7 +562,6 @@ def apply_layers(
 
     layer: a function (weights, x, rng) -> x. stack: "encoder" or "decoder".
     """
-    table = param_table(arch)[stack]["layers"]
     # Cast before the loop, so that the all-gathers of FSDP move half as many bytes.
     weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack]["layers"])
     depth = len(jax.tree.leaves(weights)[0])
@@ -572,7 +569,7 @@ def apply_layers(
 
     def body(x, weights_and_rng):
         w, rng = weights_and_rng
-        return layer(gather_weights(table, w), x, rng), None
+        return layer(gather_weights(stack, w, arch), x, rng), None
 
     # A loop copies the weights of each layer out of the stacked arrays. Unrolled, a step
     # of T5 small takes a quarter fewer cycles on a TPU, but it compiles longer.
