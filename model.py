@@ -444,13 +444,13 @@ def loss_sums(
     params: dict, x: Array, targets: Array, weight: Array, cfg: Config
 ) -> tuple[Array, dict]:
     """Compute plain_loss_sums, or the same in chunks of tokens, which saves memory."""
-    name = "embed" if cfg.model.tied else "unembed"
-    unembedding = {name: params[name]}
+    compute = plain_loss_sums
     if implementations(cfg.model)["loss"] == "chunked":
         from extras import chunked_loss
 
-        return chunked_loss.chunked_sums(unembedding, x, targets, weight, cfg)
-    return plain_loss_sums(unembedding, x, targets, weight, cfg)
+        compute = chunked_loss.chunked_sums  # the same result, with less memory
+    name = "embed" if cfg.model.tied else "unembed"
+    return compute({name: params[name]}, x, targets, weight, cfg)
 
 
 def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
