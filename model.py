@@ -478,14 +478,14 @@ def mean_metrics(sums: dict) -> dict:
 def implementations(arch: ModelConfig) -> dict[str, str]:
     """Return which attention and loss run: "xla" is in this file, others in extras/."""
     platform = partition.platform()
+    attention = "kernel" if configs.HAS_EXTRAS and platform != "cpu" else "xla"
     # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
     chunks = platform == "tpu" or arch.vocab_size > 1 << 16
-    automatic = {
-        "attention": "kernel" if configs.HAS_EXTRAS and platform != "cpu" else "xla",
-        "loss": "chunked" if configs.HAS_EXTRAS and chunks else "xla",
+    loss = "chunked" if configs.HAS_EXTRAS and chunks else "xla"
+    return {
+        "attention": attention if arch.attention == "auto" else arch.attention,
+        "loss": loss if arch.loss == "auto" else arch.loss,
     }
-    chosen = {"attention": arch.attention, "loss": arch.loss}
-    return {k: automatic[k] if name == "auto" else name for k, name in chosen.items()}
 
 
 def compute_dtype(arch: ModelConfig) -> str:
