@@ -367,16 +367,15 @@ def fill_rows(examples: list, row_of: np.ndarray, rows: int, limits) -> Batch:
     # The number of each example in its row, from 1.
     segment = np.arange(len(row_of)) - np.searchsorted(row_of, row_of) + 1
 
-    def fill(side):
-        sizes = [len(example[side]) for example in examples]
-        filled = np.arange(limits[side]) < np.bincount(row_of, sizes, rows)[:, None]
+    def fill(parts, limit):
+        sizes = [len(ids) for ids in parts]
+        filled = np.arange(limit) < np.bincount(row_of, sizes, rows)[:, None]
         tokens, segments = np.zeros((2, *filled.shape), np.int32)
-        tokens[filled] = np.concatenate([example[side] for example in examples])
+        tokens[filled] = np.concatenate(parts)
         segments[filled] = np.repeat(segment, sizes)
         return tokens, segments
 
-    inputs, input_segments = fill(0)
-    targets, segments = fill(1)
+    (inputs, input_segments), (targets, segments) = map(fill, zip(*examples), limits)
     shifted = shift_right(targets, segments)
     return Batch(inputs, input_segments, shifted, targets, segments)
 
