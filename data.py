@@ -886,10 +886,11 @@ def main() -> None:
         cfg = configs.with_network_of(cfg, configs.load_run(folder)[0])
     tokenizer = load_tokenizer(cfg, folder)
     batch = next(Batches(cfg, tokenizer))
-    sides = (batch.inputs, batch.input_segments), (batch.targets, batch.target_segments)
-    for i in range(min(options.show, cfg.train.batch_size)):
-        for side, (ids, segments) in zip(("inputs", "targets"), sides):
-            parts = [ids[i, segments[i] == k] for k in range(1, segments[i].max() + 1)]
+    for row in itertools.islice(map(Batch, *batch), options.show):
+        inputs = "inputs", row.inputs, row.input_segments
+        targets = "targets", row.targets, row.target_segments
+        for side, ids, segments in (inputs, targets):
+            parts = [ids[segments == k] for k in range(1, segments.max() + 1)]
             print(side, *map(tokenizer.decode, parts), sep="\n    ")
 
 
