@@ -282,10 +282,10 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
     choices = []
     for number, example in enumerate(examples):
         choices += answer_choices(name, task, number, example)
-    texts = [choice["targets"] for choice in choices]
-    correct = [choice["is_correct"] for choice in choices]
+    keys = "targets", "idx", "is_correct", "weight"
+    texts, indices, correct, weights = ([x[key] for x in choices] for key in keys)
     id_pairs = data.encode_pairs(choices, task, tokenizer, cfg)
-    groups = group_choices([choice["idx"] for choice in choices])
+    groups = group_choices(indices)
     for group in groups:
         ids = [(tuple(id_pairs[i][1]), correct[i]) for i in group]
         if len(dict(ids)) < len(set(ids)):

@@ -2753,9 +2753,9 @@ def test_a_step_with_dropout_microbatches_and_loss_divisor():
 
 def test_rows_that_the_devices_cannot_share_are_refused():
     cfg = change(train=dict(microbatches=2))
-    partition.set_mesh(cfg, jax.devices())
+    mesh = partition.set_mesh(cfg, jax.devices())
     with pytest.raises(UserError, match="8 / 2"):
-        train.lower_step(cfg)
+        train.lower_step(cfg, mesh)
 
 
 # ---- train: runs -----------------------------------------------------------------------

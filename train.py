@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array, P, lax
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 from jax.tree_util import keystr
 from tqdm import tqdm
 
@@ -224,9 +225,9 @@ def train_step(
     return TrainState(state.step + 1, params, opt_state), metrics
 
 
-def lower_step(cfg: Config) -> tuple[TrainState, jax.stages.Lowered]:
+def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]:
     """Return the abstract state, and the training step, lowered for the compiler."""
-    rows, data_size = cfg.train.batch_size, jax.sharding.get_mesh().shape["data"]
+    rows, data_size = cfg.train.batch_size, mesh.shape["data"]
     if rows // cfg.train.microbatches % data_size:
         raise UserError(
             f"The rows of a microbatch ({rows} / {cfg.train.microbatches}) cannot be "
@@ -524,7 +525,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
         evaluate.metric_functions(data.find_task(name, cfg))
     resume_from, checkpoint, step, prefix = find_start(cfg, run_dir, init_from)
     mesh = partition.set_mesh(cfg)
-    abstract, lowered = lower_step(cfg)
+    abstract, lowered = lower_step(cfg, mesh)
     print(f"model    {model.describe_model(cfg)}")
     kind = mesh.devices.flat[0].device_kind
     forms = model.implementations(cfg.model)

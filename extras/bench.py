@@ -57,13 +57,13 @@ def random_ids(cfg: configs.Config) -> tuple[np.ndarray, np.ndarray]:
 
 
 def measure(name: str, cfg: configs.Config, steps: int) -> None:
-    partition.set_mesh(cfg)
+    mesh = partition.set_mesh(cfg)
     inputs, targets = random_ids(cfg)
     real = np.ones_like(targets)
     shifted = data.shift_right(targets, real)
     batch = data.Batch(inputs, np.ones_like(inputs), shifted, targets, real)
     batch = partition.put_batch(batch)
-    abstract, lowered = train.lower_step(cfg)
+    abstract, lowered = train.lower_step(cfg, mesh)
     program, state = lowered.compile(), train.load_state(cfg, abstract, None, "")
 
     def step():

@@ -212,7 +212,7 @@ def main():
         jax.config.update("jax_num_cpu_devices", options.devices)
         devices = jax.devices()
     mesh = partition.set_mesh(cfg, devices)
-    abstract, lowered = train.lower_step(cfg)
+    abstract, lowered = train.lower_step(cfg, mesh)
     program, text = compile_step(lowered)
     memory = program.memory_analysis()
 
