@@ -39,7 +39,8 @@ def note(text: str) -> None:
 class ModelConfig:
     """The architecture."""
 
-    vocab_size: int = 32128  # rows of the embedding table: at least the number of ids
+    # rows of the embedding table: T5 has 32,000 pieces and 100 sentinels, and unused ones
+    vocab_size: int = 32128
     d_model: int = 512  # width of the residual stream
     d_ff: int = 1024  # width of the hidden layer of each MLP
     d_kv: int = 64  # width of an attention head; d_kv * num_heads may differ from d_model
@@ -372,7 +373,7 @@ def with_network_of(cfg: Config, origin: Config) -> Config:
     return replace(cfg, model=arch, data=text)
 
 
-def run_of(source: str) -> str:
+def run_dir_of(source: str) -> str:
     """Return the run of RUN or of RUN/checkpoints/step_N."""
     path = to_path(source)
     return str(path.parent.parent if (path / "complete").exists() else path)

@@ -560,7 +560,7 @@ def is_run(source: Path) -> bool:
 
 def read_run(source: Path, step: str) -> Weights:
     """Read all arrays of a checkpoint."""
-    run = configs.to_path(configs.run_of(source))
+    run = configs.to_path(configs.run_dir_of(source))
     cfg, _ = configs.load_run(run)
     if source == run:
         source = partition.Checkpoints(run).path(partition.resolve_step(run, step))
@@ -626,13 +626,13 @@ def write_hf(weights: Weights, folder: Path, dtype: np.dtype) -> None:
     Its versions 4 and 5 agree on the logits, because tie_word_embeddings is stated, and
     lm_head.weight is there only if the model is not tied.
     """
-    cfg, arrays = weights.cfg.model, {}
-    for path, layer, _, _, name in all_foreign_names(cfg):
+    arch, arrays = weights.cfg.model, {}
+    for path, layer, _, _, name in all_foreign_names(arch):
         array = weights.arrays[f"params/{path}"][layer]
         arrays[name] = np.ascontiguousarray(array if path == "embed" else array.T, dtype)
     safetensors.numpy.save_file(arrays, folder / "model.safetensors", {"format": "pt"})
-    family = "umt5" if cfg.layer_biases else "t5"
-    has_decoder = cfg.num_decoder_layers > 0
+    family = "umt5" if arch.layer_biases else "t5"
+    has_decoder = arch.num_decoder_layers > 0
     kind = "ForConditionalGeneration" if has_decoder else "EncoderModel"
     config = {
         "architectures": [family.upper() + kind],
@@ -640,14 +640,14 @@ def write_hf(weights: Weights, folder: Path, dtype: np.dtype) -> None:
         "is_encoder_decoder": has_decoder,
         "use_cache": has_decoder,
         "dtype": dtype.name,
-        "tie_word_embeddings": cfg.tied,
-        **hf_config(cfg),
+        "tie_word_embeddings": arch.tied,
+        **hf_config(arch),
         **SPECIAL,
     }
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", SPECIAL)
     if weights.tokenizer:
-        write_hf_vocabulary(weights.tokenizer, folder, cfg.vocab_size)
+        write_hf_vocabulary(weights.tokenizer, folder, arch.vocab_size)
         if family == "umt5" and weights.tokenizer.file_name == "spiece.model":
             print("Read its vocabulary with T5Tokenizer: AutoTokenizer fails for UMT5.")
 

@@ -119,8 +119,7 @@ def load_tokenizer(cfg: Config, run_dir: str | None = None) -> Tokenizer:
     """Return the recipe's own VOCABULARY, or that of a run, or that of cfg.data.vocab."""
     vocab = cfg.data.vocab
     for name in ("spiece.model", "tokenizer.json") if run_dir else ():
-        path = configs.to_path(run_dir) / name
-        if path.exists():
+        if (path := configs.to_path(run_dir) / name).exists():
             vocab = str(path)
     kind, _, size = vocab.partition(":")
     if configs.VOCABULARY or not (kind == "train" or vocab.endswith(".model")):
@@ -171,7 +170,7 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
     return model.getvalue()
 
 
-# ---- span corruption (Raffel et al. 2020, section 3.1.4) -------------------------------
+# ---- span corruption (Raffel et al. 2020, sections 3.1.4 and 3.3.4) --------------------
 #     tokens   Thank you for inviting me to your party last week
 #     inputs   Thank you <extra_id_0> me to your party <extra_id_1> </s>
 #     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
@@ -201,7 +200,7 @@ def random_bits(count: int, *key: int) -> np.ndarray:
     return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
 
 
-def random_compositions(total: int, parts: int, rows: int, *key: int) -> np.ndarray:
+def random_segmentation(total: int, parts: int, rows: int, *key: int) -> np.ndarray:
     """Write `total` as a sum of `parts` positive integers, in random ways [rows, parts].
 
     5 = 1 + 1 + 1 + 1 + 1 becomes 1 + 2 + 2 by a cut at the first and the third plus. The
@@ -217,22 +216,23 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
 
     Returns (inputs, targets) without EOS. A row begins with kept tokens and ends with a
     removed span, and the targets have no last sentinel, as in random_spans_noise_mask
-    and noise_span_to_unique_sentinel of t5.
+    and noise_span_to_unique_sentinel of t5 (Figure 2 of the paper shows another form).
     """
     rows, length = tokens.shape
     noise, spans = noise_counts(length, data_cfg)
-    kept = random_compositions(length - noise, spans, rows, *key, length, 0)
-    removed = random_compositions(noise, spans, rows, *key, length, 1)
+    kept = random_segmentation(length - noise, spans, rows, *key, length, 0)
+    removed = random_segmentation(noise, spans, rows, *key, length, 1)
     lengths = np.stack([kept, removed], axis=2).ravel()  # kept and removed in turn
-    noisy = np.tile([False, True], rows * spans).repeat(lengths).reshape(rows, length)
+    noise_mask = np.tile([False, True], rows * spans).repeat(lengths)
+    noise_mask = noise_mask.reshape(rows, length)
     # In the inputs, a sentinel overwrites the first token of each removed span. In the
     # targets, it overwrites the kept token before the span.
-    first = noisy & ~np.roll(noisy, 1, axis=1)
-    before = np.roll(first, -1, axis=1)
+    span_starts = noise_mask & ~np.roll(noise_mask, 1, axis=1)
+    before = np.roll(span_starts, -1, axis=1)
     sentinels = np.tile(first_sentinel - np.arange(spans), rows)
     inputs, targets = tokens.astype(np.int32), tokens.astype(np.int32)
-    inputs[first] = targets[before] = sentinels
-    inputs, targets = inputs[~noisy | first], targets[noisy | before]
+    inputs[span_starts] = targets[before] = sentinels
+    inputs, targets = inputs[~noise_mask | span_starts], targets[noise_mask | before]
     return inputs.reshape(rows, -1), targets.reshape(rows, -1)
 
 
@@ -291,6 +291,19 @@ def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
     return fill
 
 
+class Objective(NamedTuple):
+    """How texts become pairs (inputs, targets)."""
+
+    make_pairs: Callable  # such as span_corruption
+    # the length to which texts are cut, which leaves room for EOS
+    length: Callable = lambda data_cfg: data_cfg.inputs_length - 1
+    joins: bool = True  # whether documents are joined before, without EOS between them
+
+
+SPAN_CORRUPTION = Objective(span_corruption, tokens_per_example)
+PREFIX_LM = Objective(prefix_lm, joins=False)
+
+
 class Task(NamedTuple):
     """A source, how its records become examples, and how these are scored."""
 
@@ -300,20 +313,17 @@ class Task(NamedTuple):
     choices: tuple = ()  # the words for the classes 0, 1, ...
     postprocess: str | Callable = ""  # a name in evaluate.POSTPROCESSORS, or a function
     splits: tuple = ("train", "validation", "test")
-    # span_corruption, prefix_lm or one like these. None: the documents are pairs already.
-    objective: Callable | None = None
-    always_eos: bool = True  # False in T0, as `with_eos` says
+    objective: Objective | None = None  # None: the documents are pairs already
+    always_eos: bool = True  # False in T0, as `trim_and_add_eos` says
 
 
 def cut_documents(documents: list[Ids], task: Task, data_cfg: DataConfig) -> list[Ids]:
-    """Cut texts to the length of examples, after joining them (prefix_lm joins none)."""
+    """Cut texts to the length of examples, perhaps after joining them."""
     if not task.objective:
         return documents
-    length = data_cfg.inputs_length - 1  # leaves room for EOS
-    if task.objective is not prefix_lm:  # as in T5, without EOS between the documents
+    if task.objective.joins:
         documents = [np.concatenate([np.zeros(0, np.int32), *documents])]
-    if task.objective is span_corruption:  # which makes the inputs shorter
-        length = tokens_per_example(data_cfg)
+    length = task.objective.length(data_cfg)
     cut = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
 
@@ -321,14 +331,12 @@ def cut_documents(documents: list[Ids], task: Task, data_cfg: DataConfig) -> lis
 def make_examples(documents: list, task: Task, tokenizer, cfg, *key) -> list[Pair]:
     """Return the example (inputs, targets) of each document, with EOS."""
     if task.objective:
-        documents = task.objective(documents, tokenizer, cfg.data, *key)
-    return [
-        (with_eos(a, "inputs", task, cfg.data), with_eos(b, "targets", task, cfg.data))
-        for a, b in documents
-    ]
+        documents = task.objective.make_pairs(documents, tokenizer, cfg.data, *key)
+    finish = partial(trim_and_add_eos, task=task, data_cfg=cfg.data)
+    return [(finish(a, "inputs"), finish(b, "targets")) for a, b in documents]
 
 
-def with_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.ndarray:
+def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.ndarray:
     """Truncate, and append EOS. T0 has none in inputs, and loses it in long targets."""
     limit = data_cfg.inputs_length if side == "inputs" else data_cfg.targets_length
     end = [EOS] if side == "targets" or task.always_eos else []
@@ -507,7 +515,6 @@ class Batches(Iterator):
         # The next example is of the task that is farthest behind its rate: rates of 3 and
         # 1 give a a a b a a a b. The fractions let tasks of equal rates take turns.
         phase = (np.arange(len(names)) + 0.5) / len(names)
-        packs = self.cfg.data.pack
         examples, filled = [], [0, 0]  # filled: rows that all inputs and all targets need
         while max(filled) < PACKED:
             k = np.argmin((totals + phase) / rates)
@@ -516,7 +523,8 @@ class Batches(Iterator):
                 totals[k] += 1
                 examples.append(example)
                 for side, limit in enumerate(self.limits):
-                    filled[side] += len(example[side]) / limit if packs else 1
+                    size = len(example[side]) if self.cfg.data.pack else limit
+                    filled[side] += size / limit
             elif examples:
                 break
         return examples
@@ -555,9 +563,7 @@ class Batches(Iterator):
             first = 0
 
 
-def batches_of_split(
-    name: str, split: str, cfg: Config, tokenizer: Tokenizer
-) -> list[Batch]:
+def batches_of_split(name: str, split: str, cfg: Config, tokenizer) -> list[Batch]:
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
     size, records = cfg.train.batch_size, read_documents(files, task, cfg)
@@ -685,22 +691,18 @@ def open_source(source: str, split: str, cfg: Config) -> list[File]:
             files.append(File(paths[0], partial(READERS[kind], *paths), sum(sizes)))
     else:
         kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
-        raise UserError(
-            f"{source!r} is no --data.source KIND:NAME with a KIND of {kinds}."
-        )
+        raise UserError(f"{source!r} is no source KIND:NAME. The kinds are {kinds}.")
     if not files and (filled == name or split == "train"):
         raise UserError(f"No file matches {filled}.")
     return files
 
 
-def hold_out(file: File, file_number: int, split: str) -> Iterator[dict]:
+def hold_out(file: File, index: int, split: str) -> Iterator[dict]:
     """Yield the records of a split: 5 % of the first 20,000 are for validation."""
     for number, record in enumerate(file.read()):
         if split == "validation" and number == 20_000:
             return
-        held = (
-            number < 20_000 and zlib.crc32(f"{file_number}:{number}".encode()) % 20 == 0
-        )
+        held = number < 20_000 and zlib.crc32(f"{index}:{number}".encode()) % 20 == 0
         if held == (split == "validation"):
             yield record
 
@@ -732,10 +734,9 @@ def texts_of(documents: list[dict], task: Task) -> list:
 
 
 def read_window(records: Iterator, characters: int, task, tokenizer, cfg) -> tuple:
-    """Read so many characters. Return (documents, end), tokenized and cut.
+    """Read so many characters of read_documents. Return (tokenized documents, end).
 
-    records: from read_documents. end: (file, number) of the last record, or None after
-    the last record of the source.
+    end: (file, number) of the last record, or None after the last one of the source.
     """
     window = []
     for documents, end, size in records:
@@ -766,14 +767,13 @@ def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
 
 # ---- tasks and mixtures ----------------------------------------------------------------
 
-
 TASKS |= {
-    "span_corruption": Task("python:", objective=span_corruption),
-    "prefix_lm": Task("python:", objective=prefix_lm),
+    "span_corruption": Task("python:", objective=SPAN_CORRUPTION),
+    "prefix_lm": Task("python:", objective=PREFIX_LM),
     "text_to_text": Task(),
-    "random": Task("random:", objective=span_corruption),
-    "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", objective=span_corruption),
-    "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", objective=prefix_lm),
+    "random": Task("random:", objective=SPAN_CORRUPTION),
+    "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", objective=SPAN_CORRUPTION),
+    "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", objective=PREFIX_LM),
 }
 
 
@@ -842,10 +842,8 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     if split not in ("train", "validation"):
         return task, []
     configs.note(f"data     5 % of the first 20,000 records are held out: {task.source}")
-    return task, [
-        file._replace(read=partial(hold_out, file, number, split))
-        for number, file in enumerate(files)
-    ]
+    held = [f._replace(read=partial(hold_out, f, i, split)) for i, f in enumerate(files)]
+    return task, held
 
 
 def full_name(source: str) -> tuple[str, ...]:
@@ -882,7 +880,7 @@ def main() -> None:
         return
     folder = options.run_dir
     if options.init_from:
-        folder = configs.run_of(options.init_from)
+        folder = configs.run_dir_of(options.init_from)
         cfg = configs.with_network_of(cfg, configs.load_run(folder)[0])
     tokenizer = load_tokenizer(cfg, folder)
     batch = next(Batches(cfg, tokenizer))

@@ -45,9 +45,13 @@ from configs import Config, DecodeConfig, ModelConfig, UserError
 from partition import shard
 
 # ---- the cache and one decoding step ---------------------------------------------------
-# The N beams of an example share a cache: the key of position t of beam m is at index
-# t * N + m. A mask hides the keys of other beams. When beam search reorders the beams,
-# only this mask changes. Copying the cache would take a quarter more time.
+# Greedy decoding takes the most probable next id by model.forward, again and again. A cache
+# of keys and values avoids that earlier positions are computed again.
+#
+# The N beams of an example share a cache (N is 1 in greedy decoding): the key of position t
+# of beam m is at index t * N + m. A mask hides the keys of other beams. When beam search
+# reorders the beams, only this mask changes. To copy the cache would take a quarter more
+# time.
 
 
 def attend_to_cache(q: Array, k: Array, v: Array, mask: Array, bias=None) -> Array:
@@ -152,10 +156,10 @@ def append_ids(state: Outputs, log_probs: Array, t, *, decode_cfg, rngs) -> Outp
 def sorted_outputs(state: Outputs) -> tuple[Array, Array]:
     """Return (ids, scores), with the best output first."""
     order = jnp.argsort(-state.scores, axis=1)
-    return gather(state.ids, order), gather(state.scores, order)
+    return gather_beams(state.ids, order), gather_beams(state.scores, order)
 
 
-def gather(array: Array, index: Array) -> Array:
+def gather_beams(array: Array, index: Array) -> Array:
     """Select outputs of each example: array [B, N, ...], index [B, M]."""
     return jax.vmap(lambda outputs, chosen: outputs[chosen])(array, index)
 
@@ -200,7 +204,7 @@ def filter_logits(logits: Array, top_k: int, top_p: float) -> Array:
 # that end with EOS are finished, and the N best others are the new live beams. Each live
 # beam has only one extension by EOS, so at least N of the 2N results are unfinished.
 
-MASKED = -1e7  # added to a score that must not be selected, as in T5X
+NEG_INF = -1e7  # added to a score that must not be selected, as in T5X
 
 
 class Beams(NamedTuple):
@@ -216,7 +220,7 @@ class Beams(NamedTuple):
 def start_beams(B: int, N: int, T: int) -> Beams:
     """Begin with equal, empty beams. Only the first one counts in the first step."""
     ids, none = jnp.zeros((B, N, T), jnp.int32), jnp.zeros((B, N), bool)
-    masked = jnp.full((B, N), MASKED)
+    masked = jnp.full((B, N), NEG_INF)
     scores = masked.at[:, 0].set(0.0)
     ancestors = ids + jnp.arange(N)[:, None]
     return Beams(ids, scores, ids, masked, none, ancestors, none[:, :1])
@@ -237,28 +241,30 @@ def extend_beams(state: Beams, log_probs: Array, t, *, decode_cfg: DecodeConfig)
     width = scores.shape[-1]
     scores, top = lax.top_k(scores.reshape(B, -1), 2 * N)
     parents = top // width
-    ids = gather(ids.reshape(B, -1), top)
-    extended = gather(state.ids, parents).at[:, :, t].set(ids)
+    ids = gather_beams(ids.reshape(B, -1), top)
+    extended = gather_beams(state.ids, parents).at[:, :, t].set(ids)
     ends = ids == data.EOS
 
-    live_scores, live = lax.top_k(scores + jnp.where(ends, MASKED, 0.0), N)
-    live_parents = gather(parents, live)
+    live_scores, live = lax.top_k(scores + jnp.where(ends, NEG_INF, 0.0), N)
+    live_parents = gather_beams(parents, live)
     # A new beam reads what its parent read, then its own keys. JAX ignores t + 1 == T.
-    ancestors = gather(state.ancestors, live_parents).at[:, :, t + 1].set(jnp.arange(N))
+    ancestors = (
+        gather_beams(state.ancestors, live_parents).at[:, :, t + 1].set(jnp.arange(N))
+    )
 
     new_scores = scores / length_penalty(t + 1.0, decode_cfg)
-    new_scores += jnp.where(ends, 0.0, MASKED)
+    new_scores += jnp.where(ends, 0.0, NEG_INF)
     both_scores = jnp.append(state.finished_scores, new_scores, axis=1)
     finished_scores, best = lax.top_k(both_scores, N)
-    finished_ids = gather(jnp.append(state.finished_ids, extended, axis=1), best)
-    finished = gather(jnp.append(state.finished, ends, axis=1), best)
+    finished_ids = gather_beams(jnp.append(state.finished_ids, extended, axis=1), best)
+    finished = gather_beams(jnp.append(state.finished, ends, axis=1), best)
 
     # The score of a live beam can only fall, and its penalty is at most that of T ids, or
     # in T5X of T + 1. The search ends when no live beam can beat a finished output.
     bound = live_scores[:, :1] / length_penalty(T + 1.0, decode_cfg)
     done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
     ended = finished_ids, finished_scores, finished
-    return Beams(gather(extended, live), live_scores, *ended, ancestors, done)
+    return Beams(gather_beams(extended, live), live_scores, *ended, ancestors, done)
 
 
 def beam_outputs(state: Beams) -> tuple[Array, Array]:
@@ -460,7 +466,7 @@ def line_example(line: dict, index: int, cfg: Config, tokenizer, mode: str) -> E
         value, size = line.get(side), cfg.model.vocab_size
         if isinstance(value, str):
             (ids,) = tokenizer.encode([value])
-            ended = data.with_eos(ids, side, data.Task(), cfg.data).tolist()
+            ended = data.trim_and_add_eos(ids, side, data.Task(), cfg.data).tolist()
             if len(ended) <= len(ids):
                 configs.note(f"Some {side} are cut to --data.{side}_length.")
             return ended

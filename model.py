@@ -141,8 +141,9 @@ def dropout(
 ) -> Array:
     """Set random entries of x to zero, and scale up the others. Without rng, return x.
 
-    The mask has size 1 on the broadcast_axis: T5 drops a channel at all positions of a
-    row. At the end of the encoder, it drops single entries (broadcast_axis=None).
+    T5 has dropout at both ends of encoder and decoder, on the probabilities of attention,
+    in the MLP, and before residual additions. The mask has size 1 on the broadcast_axis:
+    T5 drops a channel at all positions of a row, but after the last norm single entries.
     """
     if rng is None or rate == 0:
         return x
@@ -157,7 +158,8 @@ def split_rng(rng: Array | None, n: int):
 
 
 # ---- attention -------------------------------------------------------------------------
-# encoder_layer              is called for each layer by apply_layers (last section)
+# encode, decode             call apply_layers (last section), which calls for each layer
+# encoder_layer              norms, attention, MLP and residuals, with
 # attention                  projects activations to heads, and their outputs back
 #   attend_on_mesh           lets each device compute its rows and heads (last section)
 #     position_bias          looks up a learned bias for the bucket of each distance
@@ -256,13 +258,12 @@ def keys_values(w: dict, x: Array, arch: ModelConfig) -> KV:
 def attention(
     w: dict, x: Array, kv: KV | None, attend: Callable, arch: ModelConfig, rng=None
 ) -> Array:
-    """Normalize activations x [B, Q, D], and compute multi-head attention.
+    """Compute multi-head attention for normalized activations x [B, Q, D].
 
     kv: the keys and values of the encoder's output, or None in self-attention.
     attend: a function (q, k, v) such as `attend_on_mesh` with its other arguments.
     """
     rng_probs, rng_out = split_rng(rng, 2)
-    x = rms_norm(x, w["norm"])
     q = split_heads(dense(x, w["query"]), arch)
     k, v = keys_values(w, x, arch) if kv is None else kv
     # T5 drops a key for all queries of a head at once. Setting the value of this key to
@@ -274,9 +275,8 @@ def attention(
 
 
 def mlp(w: dict, x: Array, arch: ModelConfig, rng: Array | None = None) -> Array:
-    """Normalize x. Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down."""
+    """Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down."""
     rng_hidden, rng_out = split_rng(rng, 2)
-    x = rms_norm(x, w["norm"])
     # Like T5X, jax.nn.gelu computes the tanh approximation of GELU.
     activation = getattr(jax.nn, arch.activation.removeprefix("gated_"))
     up = dense(x, w["up"])
@@ -300,8 +300,10 @@ def embed(params: dict, ids: Array, arch: ModelConfig, rng: Array | None = None)
 def encoder_layer(w: dict, x: Array, attend: Callable, arch, rng=None) -> Array:
     """Apply self-attention and MLP to activations [B, S, D]."""
     rng_self, rng_mlp = split_rng(rng, 2)
-    x += attention(w["attention"], x, None, attend, arch, rng_self)
-    return x + mlp(w["mlp"], x, arch, rng_mlp)
+    y = rms_norm(x, w["attention"]["norm"])
+    x += attention(w["attention"], y, None, attend, arch, rng_self)
+    y = rms_norm(x, w["mlp"]["norm"])
+    return x + mlp(w["mlp"], y, arch, rng_mlp)
 
 
 def encode(
@@ -335,9 +337,12 @@ def decoder_layer(
     the keys and values of earlier tokens.
     """
     rng_self, rng_cross, rng_mlp = split_rng(rng, 3)
-    x += attention(w["self_attention"], x, None, attend, arch, rng_self)
-    x += attention(w["cross_attention"], x, cross_kv, cross_attend, arch, rng_cross)
-    return x + mlp(w["mlp"], x, arch, rng_mlp)
+    y = rms_norm(x, w["self_attention"]["norm"])
+    x += attention(w["self_attention"], y, None, attend, arch, rng_self)
+    y = rms_norm(x, w["cross_attention"]["norm"])
+    x += attention(w["cross_attention"], y, cross_kv, cross_attend, arch, rng_cross)
+    y = rms_norm(x, w["mlp"]["norm"])
+    return x + mlp(w["mlp"], y, arch, rng_mlp)
 
 
 def decode(params: dict, batch, encoded: Array, arch: ModelConfig, rng=None) -> Array:
@@ -373,7 +378,7 @@ def final_norm(params: dict, x: Array, arch: ModelConfig, rng=None) -> Array:
 def compute_logits(params: dict, x: Array, arch: ModelConfig) -> Array:
     """Compute float32 logits [B, T, V] from the output of the decoder [B, T, D]."""
     x = x.astype(jnp.float32)
-    if arch.tied:  # The entries of an embedding are larger than those of an unembedding.
+    if arch.tied:  # The entries of the embedding have the variance 1, so scale by D^-0.5.
         return dense(x * arch.d_model**-0.5, params["embed"].T)
     return dense(x, params["unembed"])
 
@@ -425,23 +430,23 @@ def cross_entropy(
 
 
 def plain_loss_sums(
-    unembedding: dict, x: Array, targets: Array, weight: Array, cfg: Config
+    unembedding: dict, x: Array, targets: Array, loss_weights: Array, cfg: Config
 ) -> tuple[Array, dict]:
     """Return the training loss and a dict of sums over the target tokens.
 
     unembedding: {"unembed": [D, V]}, or {"embed": [V, D]} if tied. x [B, T, D]: the output
-    of the decoder. weight [B, T]: 1 for the tokens that count, else 0.
+    of the decoder. loss_weights [B, T]: 1 for the tokens that count, else 0.
     """
     logits = compute_logits(unembedding, x, cfg.model)
     losses = cross_entropy(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
     names = "cross_ent_loss", "z_loss", "accuracy"
-    sums = {name: jnp.sum(loss * weight) for name, loss in zip(names, losses)}
-    sums["tokens"] = jnp.sum(weight)
+    sums = {name: jnp.sum(loss * loss_weights) for name, loss in zip(names, losses)}
+    sums["tokens"] = jnp.sum(loss_weights)
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 
 
 def loss_sums(
-    params: dict, x: Array, targets: Array, weight: Array, cfg: Config
+    params: dict, x: Array, targets: Array, loss_weights: Array, cfg: Config
 ) -> tuple[Array, dict]:
     """Compute plain_loss_sums, or the same in chunks of tokens, which saves memory."""
     compute = plain_loss_sums
@@ -450,7 +455,7 @@ def loss_sums(
 
         compute = chunked_loss.chunked_sums  # the same result, with less memory
     name = "embed" if cfg.model.tied else "unembed"
-    return compute({name: params[name]}, x, targets, weight, cfg)
+    return compute({name: params[name]}, x, targets, loss_weights, cfg)
 
 
 def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
@@ -460,8 +465,8 @@ def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
     To get a mean, train.accumulate_gradients divides it by the number of tokens.
     """
     x = decoder_output(params, batch, cfg.model, rng)
-    weight = (batch.target_segments > 0).astype(jnp.float32)  # leaves out padding
-    return loss_sums(params, x, batch.targets, weight, cfg)
+    loss_weights = (batch.target_segments > 0).astype(jnp.float32)  # leaves out padding
+    return loss_sums(params, x, batch.targets, loss_weights, cfg)
 
 
 def mean_metrics(sums: dict) -> dict:
@@ -540,7 +545,7 @@ def save_attention(operation, *args, **params) -> bool:
 
 
 # What the forward pass saves for the backward pass, which recomputes everything else.
-REMAT = {
+REMAT_POLICIES = {
     "none": policies.everything_saveable,
     "dots": policies.save_from_both_policies(
         policies.dots_with_no_batch_dims_saveable, save_attention
@@ -549,33 +554,33 @@ REMAT = {
 }
 
 
-def gather_weights(stack: str, w: dict, arch: ModelConfig) -> dict:
+def gather_weights(stack_name: str, w: dict, arch: ModelConfig) -> dict:
     """Gather the weights of one layer: `shard` asks for their splits without FSDP."""
-    table = param_table(arch)[stack]["layers"]  # Its first axis is that of the layers.
+    table = param_table(arch)[stack_name]["layers"]  # Axis 0 is that of the layers.
     return jax.tree.map(lambda p, w: shard(w, *p.axes[1:]), table, w)
 
 
 def apply_layers(
-    layer: Callable, x: Array, stack: str, params: dict, arch: ModelConfig, rng=None
+    layer: Callable, x: Array, stack_name: str, params: dict, arch: ModelConfig, rng=None
 ) -> Array:
     """Apply all layers of the encoder or decoder to activations x [B, Q, D].
 
-    layer: a function (weights, x, rng) -> x. stack: "encoder" or "decoder".
+    layer: a function (weights, x, rng) -> x. stack_name: "encoder" or "decoder".
     """
     # Cast before the loop, so that the all-gathers of FSDP move half as many bytes.
-    weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack]["layers"])
+    weights = jax.tree.map(lambda w: w.astype(x.dtype), params[stack_name]["layers"])
     depth = len(jax.tree.leaves(weights)[0])
     rngs = None if rng is None else jax.random.split(rng, depth)
 
     def body(x, weights_and_rng):
         w, rng = weights_and_rng
-        return layer(gather_weights(stack, w, arch), x, rng), None
+        return layer(gather_weights(stack_name, w, arch), x, rng), None
 
     # A loop copies the weights of each layer out of the stacked arrays. Unrolled, a step
     # of T5 small takes a quarter fewer cycles on a TPU, but it compiles longer.
     unroll = partition.platform() != "cpu" and depth <= 24 and arch.d_model <= 2048
     # If the loop is unrolled, a barrier keeps XLA from saving what is recomputed.
-    body = jax.checkpoint(body, policy=REMAT[arch.remat], prevent_cse=unroll)
+    body = jax.checkpoint(body, policy=REMAT_POLICIES[arch.remat], prevent_cse=unroll)
     return lax.scan(body, x, (weights, rngs), unroll=unroll)[0]
 
 

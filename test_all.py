@@ -966,8 +966,8 @@ def test_counts_are_rounded_in_float32_and_half_to_even_as_in_t5():
     assert differ and data.noise_counts(10, DataConfig(noise_density=0.25)) == (2, 1)
 
 
-def test_all_compositions_are_equally_likely():
-    rows = data.random_compositions(7, 4, 40_000, 3)
+def test_all_segmentations_are_equally_likely():
+    rows = data.random_segmentation(7, 4, 40_000, 3)
     ways = [w for w in itertools.product(range(1, 5), repeat=4) if sum(w) == 7]
     found, counts = np.unique(rows, axis=0, return_counts=True)
     assert found.tolist() == sorted(map(list, ways)) and len(ways) == 20
@@ -1022,9 +1022,9 @@ def test_without_sentinels_only_span_corruption_is_refused():
 def test_long_texts_are_cut_as_in_t5_and_in_t0(side, always_eos, expected):
     cfg = DataConfig(inputs_length=4, targets_length=3)
     task = data.Task(always_eos=always_eos)
-    found = data.with_eos(np.arange(5, 10), side, task, cfg)
+    found = data.trim_and_add_eos(np.arange(5, 10), side, task, cfg)
     assert found.dtype == np.int32 and found.tolist() == expected
-    short = data.with_eos(np.array([5]), side, task, cfg).tolist()
+    short = data.trim_and_add_eos(np.array([5]), side, task, cfg).tolist()
     assert short == ([5] if side == "inputs" and not always_eos else [5, 1])
 
 
@@ -1039,9 +1039,15 @@ def test_prefix_lm_cuts_each_text_once_and_at_random():
     task = data.TASKS["prefix_lm"]
     cut = data.cut_documents([np.arange(10), np.arange(48)], task, BYTES.data)
     assert [len(text) for text in cut] == [10, 47]  # documents are not joined
-    task = data.Task(objective=lambda documents, *_: documents)  # one's own objective
-    cut = data.cut_documents([np.arange(10), np.arange(48)], task, BYTES.data)
-    assert [len(text) for text in cut] == [47, 11]
+
+
+def test_an_objective_of_ones_own_is_joined_and_cut_to_its_length():
+    own = data.Objective(lambda documents, *_: documents)
+    longer = own._replace(length=lambda data_cfg: data_cfg.inputs_length + 2)
+    for objective, expected in (own, [47, 11]), (longer, [50, 8]):
+        task = data.Task(objective=objective)
+        cut = data.cut_documents([np.arange(10), np.arange(48)], task, BYTES.data)
+        assert [len(text) for text in cut] == expected
 
 
 def test_segments_come_from_lengths():
@@ -1087,6 +1093,15 @@ def test_rare_tasks_appear_in_turn_and_rates_are_exact(mixture, tables, monkeypa
     for batch in itertools.islice(data.Batches(cfg, TOKENIZER), 5):
         tasks = [int(re.match(r"\d+", x)[0]) // 1000 for x in examples_of(batch)]
         assert abs(tasks.count(0) - 7) <= 1 and abs(tasks.count(1) - 2) <= 1
+
+
+def test_tasks_take_turns_by_their_rates(mixture, monkeypatch):
+    monkeypatch.setattr(data, "prefetch", lambda iterator, *_, **__: iterator)
+    for rates, expected in ({"a": 3, "b": 1}, "aaabaaab"), ({"a": 1, "b": 1}, "abababab"):
+        configs.MIXTURES["abc"] = rates
+        chosen = data.Batches(mixture, TOKENIZER).choose_examples()[:8]
+        numbers = [int(re.match(r"\d+", TOKENIZER.decode(x))[0]) for x, _ in chosen]
+        assert "".join("abc"[number // 1000] for number in numbers) == expected
 
 
 def test_changed_files_are_refused_on_a_restart(mixture, tmp_path):
@@ -2559,8 +2574,20 @@ def test_the_loss_of_a_split_is_that_of_all_its_examples(evaluated, monkeypatch)
     assert evaluated(evaluate.loss_of_split, rows) == 2 * len(rows)  # with EOS
 
 
+def test_the_first_example_of_a_batch_is_shown(monkeypatch):
+    pairs = [(np.array(a), np.array(b)) for a, b in (([60, 61], [62]), ([70], [71, 72]))]
+    outputs = [[63]], [0.0]
+    monkeypatch.setattr(infer, "process_examples", lambda *_: iter([outputs]))
+    for row_of in [0, 1], [0, 0]:  # one in each row, or packed
+        batch = data.fill_rows(pairs, np.array(row_of), 2, (4, 4))
+        shown = evaluate.held_out_example(None, BYTES, batch, TOKENIZER)
+        words = [line.split() for line in shown.splitlines()]
+        texts = [TOKENIZER.decode(ids) for ids in ([60, 61], [62], [63])]
+        assert words == [*map(list, zip(("inputs", "truth", "model"), texts))]
+
+
 def test_a_task_without_pairs_or_split_is_refused(evaluated):
-    rows, objective = [{"text": "a"}], data.span_corruption
+    rows, objective = [{"text": "a"}], data.SPAN_CORRUPTION
     for function in (evaluate.predict, evaluate.rank):
         for split in ("validation", "nowhere"):
             with pytest.raises(UserError, match="mine"):

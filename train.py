@@ -86,7 +86,7 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
 #     beta = 1 - (t + 1)^-0.8
 #     V    = beta * V + (1 - beta) * (g^2 + 1e-30)     approximated by R C^T / mean(R)
 #     u    = g / sqrt(V)
-#     u    = u / max(1, RMS(u))                        an update has at most the RMS 1
+#     u    = u / max(1, RMS(u))                        update clipping: at most the RMS 1
 #     w    = w - rate * max(1e-3, RMS(w)) * u          the rate is relative to the weights
 
 
@@ -106,7 +106,10 @@ def relative_update(path: tuple, u: Array, w: Array) -> Array:
 def adafactor(rate: Array, train_cfg: TrainConfig) -> optax.GradientTransformation:
     """Return the Adafactor of T5X, whose weight decay does not depend on the rate."""
     return optax.chain(
-        optax.scale_by_factored_rms(),  # g / sqrt(V)
+        # g / sqrt(V), with R and C instead of V
+        optax.scale_by_factored_rms(
+            decay_rate=0.8, epsilon=1e-30, min_dim_size_to_factor=128
+        ),
         optax.stateless(partial(jax.tree.map_with_path, relative_update)),
         optax.scale(rate),
         optax.add_decayed_weights(train_cfg.weight_decay),
@@ -266,12 +269,13 @@ class Run(NamedTuple):
 
 def loop(cfg: Config, run: Run) -> int:
     """Train until step train.steps, or until a signal. Returns the last step."""
-    t, state, step = cfg.train, run.state, run.step
+    train_cfg, state, step = cfg.train, run.state, run.step
+    steps, save_every = train_cfg.steps, train_cfg.save_every
     flops = model.train_flops(cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
     received = catch_signals()
     timer_start, timer_step, data_wait = time.perf_counter(), step, 0.0
     # With disable=None, there is a progress bar only in a terminal.
-    bar = tqdm(range(step + 1, t.steps + 1), initial=step, total=t.steps, disable=None)
+    bar = tqdm(range(step + 1, steps + 1), initial=step, total=steps, disable=None)
     for step in bar:
         began = time.perf_counter()
         batch = next(run.batches)
@@ -279,8 +283,8 @@ def loop(cfg: Config, run: Run) -> int:
         # JAX computes the step in the background. Reading a metric waits for its result.
         state, metrics = run.compiled_step(state, partition.put_batch(batch))
         stop_now = must_stop(step, received)
-        save_now = is_due(t.save_every, step, t.steps) or (stop_now and t.save_every > 0)
-        log_now = is_due(t.log_every, step, t.steps)
+        save_now = is_due(save_every, step, steps) or (stop_now and save_every > 0)
+        log_now = is_due(train_cfg.log_every, step, steps)
         if log_now or save_now:
             metrics = jax.device_get(metrics)
             if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
@@ -290,7 +294,7 @@ def loop(cfg: Config, run: Run) -> int:
                 )
         if log_now:
             seconds = time.perf_counter() - timer_start
-            rows = (step - timer_step) * t.batch_size / seconds
+            rows = (step - timer_step) * train_cfg.batch_size / seconds
             timing = {
                 "rows_per_second": rows,
                 "teraflops": rows * flops / 1e12,
@@ -299,7 +303,7 @@ def loop(cfg: Config, run: Run) -> int:
             run.log.write(step, "train", metrics)
             run.log.write(step, "timing", timing)
             tqdm.write(
-                f"step {step:,}/{t.steps:,}  loss {metrics['loss']:.3f}  accuracy "
+                f"step {step:,}/{steps:,}  loss {metrics['loss']:.3f}  accuracy "
                 f"{metrics['accuracy']:.3f}  learning rate {metrics['learning_rate']:.1e}"
                 f"  {rows:.4g} rows/s  {timing['teraflops']:.3g} TFLOP/s"
             )
@@ -393,27 +397,27 @@ class Evaluations:
     def __init__(self, cfg: Config, tokenizer: data.Tokenizer, log, checkpoints):
         self.cfg, self.tokenizer = cfg, tokenizer
         self.log, self.checkpoints = log, checkpoints
-        t = cfg.train
+        train_cfg = cfg.train
         self.groups = {}  # {group of metrics: (steps between evaluations, function)}
-        evaluates = t.eval_every or t.infer_every
+        evaluates = train_cfg.eval_every or train_cfg.infer_every
         for name in data.eval_tasks(cfg) if evaluates else []:
             batches = data.batches_of_split(name, "validation", cfg, tokenizer)
             if not batches:
                 print(f"{name} is not evaluated: it has no held-out examples")
                 continue
-            if t.eval_every:
+            if train_cfg.eval_every:
                 function = partial(self.measure_loss, batches)
-                self.groups[f"training_eval/{name}"] = t.eval_every, function
-            if t.infer_every and data.find_task(name, cfg).metrics:
+                self.groups[f"training_eval/{name}"] = train_cfg.eval_every, function
+            if train_cfg.infer_every and data.find_task(name, cfg).metrics:
                 function = partial(self.measure_outputs, name)
-                self.groups[f"inference_eval/{name}"] = t.infer_every, function
+                self.groups[f"inference_eval/{name}"] = train_cfg.infer_every, function
             baseline = evaluate.unigram_loss(batches, tokenizer)
             print(
                 f"unigram  {baseline:.3f} nats per content token of held-out {name}, for "
                 f"a model that knows only how often each token occurs"
             )
-        if t.keep_best:
-            metric, choose = evaluate.best_of(t.keep_best)
+        if train_cfg.keep_best:
+            metric, choose = evaluate.best_of(train_cfg.keep_best)
             if metric.rpartition("/")[0] not in self.groups:
                 raise UserError(
                     f"--train.keep_best {metric} is no metric of this run. It evaluates "
@@ -424,17 +428,17 @@ class Evaluations:
 
     def __call__(self, step: int, params: dict) -> bool:
         """Make the evaluations that are due and not in the log. Return whether any was."""
-        t, evaluated = self.cfg.train, False
+        train_cfg, evaluated = self.cfg.train, False
         for group, (every, function) in self.groups.items():
-            if is_due(every, step, t.steps) and not self.log.has(step, group):
+            if is_due(every, step, train_cfg.steps) and not self.log.has(step, group):
                 metrics = function(step, params)
                 self.log.write(step, group, metrics)
                 name = group.partition("/")[2]
                 values = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
                 tqdm.write(f"step {step:,}: held-out {name}: {values}")
                 evaluated = True
-        if evaluated and t.keep_best and partition.is_main_process():
-            self.mark_best(*evaluate.best_of(t.keep_best))
+        if evaluated and train_cfg.keep_best and partition.is_main_process():
+            self.mark_best(*evaluate.best_of(train_cfg.keep_best))
         return evaluated
 
     def measure_loss(self, batches: list, step: int, params: dict) -> dict[str, float]:
@@ -445,8 +449,8 @@ class Evaluations:
 
     def measure_outputs(self, name: str, step: int, params: dict) -> dict[str, float]:
         """Compute metrics of generated outputs, and write the outputs to RUN_DIR/eval."""
-        args, t = (params, self.cfg, name), self.cfg.train
-        limit = t.eval_batches * t.batch_size or None
+        args, train_cfg = (params, self.cfg, name), self.cfg.train
+        limit = train_cfg.eval_batches * train_cfg.batch_size or None
         metrics, lines = evaluate.predict(*args, "validation", self.tokenizer, limit)
         if partition.is_main_process():
             evaluate.write_lines(self.log.run_dir / "eval", name, step, lines)
@@ -498,18 +502,19 @@ def find_start(
     weights, or those of `init_from`, whose step and optimizer it takes with
     --train.restore all. Arrays of `checkpoint` whose names have this prefix are loaded.
     """
-    t, resume_from = cfg.train, partition.newest_checkpoint(run_dir)
+    train_cfg, resume_from = cfg.train, partition.newest_checkpoint(run_dir)
     checkpoint = resume_from or (init_from and partition.newest_checkpoint(init_from))
     if init_from and not checkpoint:
         raise UserError(f"{init_from} is no checkpoint, and no run that has one.")
-    step, prefix = t.start_step, "params/"
-    if resume_from or (init_from and t.restore == "all"):
+    step, prefix = train_cfg.start_step, "params/"
+    if resume_from or (init_from and train_cfg.restore == "all"):
         step, prefix = int(checkpoint.name[5:]), ""
-    if not resume_from and step >= t.steps:
+    if not resume_from and step >= train_cfg.steps:
         raise UserError(
-            f"A new run at step {step} needs --train.steps above {step}, not {t.steps}."
+            f"A new run at step {step} needs --train.steps above {step}, not "
+            f"{train_cfg.steps}."
         )
-    if t.start_step and not checkpoint:
+    if train_cfg.start_step and not checkpoint:
         raise UserError("Add --init_from RUN, or --train.start_step 0 without it.")
     return resume_from, checkpoint, step, prefix
 
@@ -534,7 +539,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
     if replaced:
         print(f"extras   compute instead of model.py: {', '.join(replaced)}")
     print(f"start    step {step:,}, {checkpoint or 'random weights'}")
-    origin = run_dir if resume_from else init_from and configs.run_of(init_from)
+    origin = run_dir if resume_from else init_from and configs.run_dir_of(init_from)
     tokenizer = data.load_tokenizer(cfg, origin)
     data_state = partition.read_manifest(resume_from)[1] if resume_from else None
     batches = data.Batches(cfg, tokenizer, data_state)
@@ -593,7 +598,7 @@ def parse(argv: list[str] | None = None) -> Options:
     if flags.config or not stored:
         cfg = configs.load_recipe(flags.config or "tiny")
     if init_from:
-        origin = stored if resumes else configs.load_run(configs.run_of(init_from))[0]
+        origin = stored if resumes else configs.load_run(configs.run_dir_of(init_from))[0]
         cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from)
     options = configs.change_settings(options, argv)

@@ -22,7 +22,7 @@ EXERCISES = {
     "model.relative_bucket": "lesson_model_near_positions relative_buckets_equal",
     "model.dot_product_attention": "lesson_model_attention_is_a_weighted_mean",
     "model.cross_entropy": "lesson_model_the_loss_of_two_tokens the_loss_equals_that_of_t5x",
-    "data.random_compositions": "compositions_are_equally_likely lesson_data_span_corruption",
+    "data.random_segmentation": "segmentations_are_equally_likely lesson_data_span_corruption",
     "data.corrupt_spans": "lesson_data_span_corruption",
     "data.pack": "lesson_data_packing",
     "data.shift_right": "lesson_data_packed_examples_have_segments",

@@ -189,7 +189,7 @@ def forward(C, q, k, v, bias, mask):
     log_z_shape = B, A // C // heads, heads, Q
     results = [("queries", q.shape, v.dtype), ("log_z", log_z_shape, jnp.float32)]
     out, log_z = run(forward_kernel, 2, C, arguments, results)
-    # model.REMAT saves the arrays with this name, and does not run the kernel again.
+    # model.REMAT_POLICIES saves the arrays with this name, and does not run the kernel again.
     out, log_z = checkpoint_name((out, log_z), "attended")
     return out, (*arguments, out, log_z)
 

@@ -30,7 +30,7 @@ def split_targets(*arrays: Array) -> list[Array]:
     return [a.reshape(B, n, T // n, *a.shape[2:]).swapaxes(0, 1) for a in arrays]
 
 
-def on_each_device(compute, out_specs: tuple, unembedding, x, targets, weight, cfg):
+def on_each_device(compute, out_specs: tuple, unembedding, x, targets, loss_weights, cfg):
     """Let each device compute for its own rows."""
     rows = P("data")
     local = jax.shard_map(
@@ -40,34 +40,34 @@ def on_each_device(compute, out_specs: tuple, unembedding, x, targets, weight, c
         axis_names={"data"},
         check_vma=False,
     )
-    return local(unembedding, x, targets, weight)
+    return local(unembedding, x, targets, loss_weights)
 
 
-def part_sums(unembedding, x, targets, weight, cfg):
+def part_sums(unembedding, x, targets, loss_weights, cfg):
     """Return the sums of model.plain_loss_sums alone, for evaluation."""
 
     def sums_of_part(part):
         return model.plain_loss_sums(unembedding, *part, cfg)[1]
 
-    sums = lax.map(sums_of_part, split_targets(x, targets, weight))
+    sums = lax.map(sums_of_part, split_targets(x, targets, loss_weights))
     return (lax.psum(jax.tree.map(lambda a: a.sum(0), sums), "data"),)
 
 
-def part_gradients(unembedding, x, targets, weight, cfg):
+def part_gradients(unembedding, x, targets, loss_weights, cfg):
     """Return the sums of model.plain_loss_sums and the gradients of its total.
 
     Each device does this for its own rows. The gradients are those of unembedding and x.
     """
 
-    def total(unembedding, x, targets, weight):
-        return model.plain_loss_sums(unembedding, x, targets, weight, cfg)
+    def total(unembedding, x, targets, loss_weights):
+        return model.plain_loss_sums(unembedding, x, targets, loss_weights, cfg)
 
     def step(carry, part):
         gradients = jax.value_and_grad(total, (0, 1), has_aux=True)
         (_, sums), (d_unembedding, d_x) = gradients(unembedding, *part)
         return jax.tree.map(jnp.add, carry, (sums, d_unembedding)), d_x
 
-    parts = split_targets(x, targets, weight)
+    parts = split_targets(x, targets, loss_weights)
     first = jax.tree.map(lambda a: a[0], parts)
     sums = jax.eval_shape(total, unembedding, *first)[1]
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (sums, unembedding))
@@ -77,16 +77,18 @@ def part_gradients(unembedding, x, targets, weight, cfg):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def chunked_sums(
-    unembedding: dict, x: Array, targets: Array, weight: Array, cfg: Config
+    unembedding: dict, x: Array, targets: Array, loss_weights: Array, cfg: Config
 ) -> tuple[Array, dict]:
     """Compute what model.plain_loss_sums computes. Only the total loss has a gradient."""
-    sums = on_each_device(part_sums, (P(),), unembedding, x, targets, weight, cfg)[0]
+    sums = on_each_device(part_sums, (P(),), unembedding, x, targets, loss_weights, cfg)[
+        0
+    ]
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 
 
-def forward(unembedding, x, targets, weight, cfg):
+def forward(unembedding, x, targets, loss_weights, cfg):
     specs = P(), P(), P("data")
-    args = unembedding, x, targets, weight, cfg
+    args = unembedding, x, targets, loss_weights, cfg
     sums, d_unembedding, d_x = on_each_device(part_gradients, specs, *args)
     return (sums["cross_ent_loss"] + sums["z_loss"], sums), (d_unembedding, d_x)
 

@@ -509,7 +509,7 @@ MIXTURES.update(
 # ---- recipes: add --init_from RUN, a run with published weights ------------------------
 
 BASE = replace(SIZES["base"], dropout=0.1)
-# 2^18 steps, of which the best checkpoint counts (section 3.1.3 of the T5 paper).
+# 2^18 steps, of which the best checkpoint counts (section 3.1.2 of the T5 paper).
 PAPER = replace(FINETUNE, steps=1_262_144, eval_every=5000, infer_every=5000)
 # 12,200 steps on top of the LM-adapted T5, with 2^20 input tokens in a batch, as in
 # training/README.md of bigscience-workshop/t-zero. Name P3 with --data.source.

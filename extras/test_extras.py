@@ -389,9 +389,14 @@ def test_tasks_of_t0_have_no_eos_in_inputs_and_lose_it_in_long_targets(p3):
     cfg = change(data=dict(task="t0_train", source=f"seqio:{p3}", targets_length=4))
     task = data.find_task("imdb_a", cfg)
     assert task.source == f"seqio:{p3}/imdb_a"
-    assert data.with_eos([5, 6], "inputs", task, cfg.data).tolist() == [5, 6]
-    assert data.with_eos([5, 6], "targets", task, cfg.data).tolist() == [5, 6, 1]
-    assert data.with_eos([5, 6, 7, 8], "targets", task, cfg.data).tolist() == [5, 6, 7, 8]
+    assert data.trim_and_add_eos([5, 6], "inputs", task, cfg.data).tolist() == [5, 6]
+    assert data.trim_and_add_eos([5, 6], "targets", task, cfg.data).tolist() == [5, 6, 1]
+    assert data.trim_and_add_eos([5, 6, 7, 8], "targets", task, cfg.data).tolist() == [
+        5,
+        6,
+        7,
+        8,
+    ]
     with pytest.raises(UserError, match="imdb_x"):
         data.find_task("imdb_x", cfg)
 
