@@ -416,17 +416,15 @@ PACKED = 512  # rows that are packed together
 
 
 class Cursor(NamedTuple):
-    """Where a task is, in a window of its source.
+    """Where a task is.
 
-    If its windows have three records of one file, in the order r2 r3 r1, the cursors are
-    Cursor(taken=1, total=1) after r2 (a restart reads all three again, and skips r2),
-    Cursor(window=1, record=3, total=3) at the next one, after record 3 of file 0,
-    and Cursor(1, total=9) at the next epoch, if there are three windows.
+    To restart, open `file`, skip `record` records, read a window, shuffle it with the
+    first four numbers as a key, and skip `taken` examples.
     """
 
     epoch: int = 0
     window: int = 0  # how many windows of the epoch come before this one
-    file: int = 0  # The window begins after the record `record` of this file.
+    file: int = 0  # the number of the file in which the window begins
     record: int = 0
     taken: int = 0  # examples of the window so far
     total: int = 0  # examples of the task so far

@@ -236,17 +236,16 @@ def group_choices(indices: list[tuple[int, int]]) -> list[list[int]]:
     return list(groups.values())
 
 
-def rank_classification(targets, scores, num_classes=None, normalize=False) -> dict:
+def rank_classification(targets, scores, num_classes=None) -> dict:
     """Return how often the choice with the highest score is correct, in percent.
 
-    As in t5/evaluation/metrics.py, the targets are (idx, is_correct, weight, length in
-    tokens) of each choice in any order, with idx = (number of the example, number of the
-    choice). If all examples have the same choices, their number is num_classes. They are
-    then classes, which have an F1. `normalize` divides each score by the length.
+    As in t5/evaluation/metrics.py, the targets are (idx, is_correct, weight) of each
+    choice in any order, with idx = (number of the example, number of the choice). If all
+    examples have the same choices, their number is num_classes. They are then classes,
+    which have an F1.
     """
-    indices, *columns = zip(*targets)
-    correct, weights, lengths = map(np.array, columns)
-    scores = np.float32(np.divide(scores, lengths) if normalize else scores)
+    indices, correct, weights = zip(*targets)
+    correct, weights, scores = np.array(correct), np.array(weights), np.float32(scores)
     groups = group_choices(indices)
     # Of equal scores, the first counts. An example has the weight of its answer, or if
     # the choices are classes, that of its first choice.
@@ -295,9 +294,8 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
             )
     numbered = (infer.Example(*pair) for pair in id_pairs)
     scores = np.array(list(infer.process_examples(params, cfg, numbered, "score")))
-    lengths = [len(targets) for _, targets in id_pairs]
     if normalize:
-        scores /= lengths
+        scores /= [len(targets) for _, targets in id_pairs]
     lines = []
     for group in groups:
         best = group[np.argmax(np.float32(scores[group]))]
@@ -309,7 +307,7 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
             "is_correct": correct[best],
         }
         lines.append(choices[group[0]] | line)
-    targets = zip(indices, correct, weights, lengths)
+    targets = zip(indices, correct, weights)
     kinds = {tuple(x.get("answer_choices", task.choices)) for x in examples}
     num_classes = len(kinds.pop()) if len(kinds) == 1 else None
     return rank_classification(targets, scores, num_classes), lines
@@ -496,15 +494,16 @@ def main() -> None:
         for name in data.eval_tasks(cfg):
             task = data.find_task(name, cfg)
             mode = options.mode or ("predict" if task.metrics else "loss")
-            args = params, cfg, name, options.split, tokenizer
+            split, lines = options.split, []
             if mode == "predict":
-                metrics, lines = predict(*args)
+                metrics, lines = predict(params, cfg, name, split, tokenizer)
             elif mode == "rank":
-                metrics, lines = rank(*args, options.normalize)
+                normalize = options.normalize
+                metrics, lines = rank(params, cfg, name, split, tokenizer, normalize)
             else:
-                metrics, lines = loss_of_split(*args), []
+                metrics = loss_of_split(params, cfg, name, split, tokenizer)
             count = f" of {len(lines):,} examples" if lines else ""
-            print(f"{name}, {options.split}, step {step:,}, {mode}{count}")
+            print(f"{name}, {split}, step {step:,}, {mode}{count}")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             if partition.is_main_process():

@@ -175,7 +175,6 @@ def sample(log_probs: Array, t, decode_cfg: DecodeConfig, rngs: Array) -> Array:
     """Draw the id of position t for each output, with its random key [B, N]."""
     logits = log_probs / max(decode_cfg.temperature or 1.0, 1e-4)
     logits = filter_logits(logits, decode_cfg.top_k, decode_cfg.top_p)
-
     rngs = jnp.vectorize(jax.random.fold_in)(rngs, t)
     return jnp.vectorize(jax.random.categorical, signature="(),(v)->()")(rngs, logits)
 
@@ -248,9 +247,8 @@ def extend_beams(state: Beams, log_probs: Array, t, *, decode_cfg: DecodeConfig)
     live_scores, live = lax.top_k(scores + jnp.where(ends, NEG_INF, 0.0), N)
     live_parents = gather_beams(parents, live)
     # A new beam reads what its parent read, then its own keys. JAX ignores t + 1 == T.
-    ancestors = (
-        gather_beams(state.ancestors, live_parents).at[:, :, t + 1].set(jnp.arange(N))
-    )
+    ancestors = gather_beams(state.ancestors, live_parents)
+    ancestors = ancestors.at[:, :, t + 1].set(jnp.arange(N))
 
     new_scores = scores / length_penalty(t + 1.0, decode_cfg)
     new_scores += jnp.where(ends, 0.0, NEG_INF)
@@ -318,7 +316,7 @@ def generate(
     def decode_position(carry):
         t, ids, state, cache = carry
         args = params, arch, ids, t, cache, layers, input_segments
-        logits, cache = decode_step(*args, state.ancestors if decode_cfg.beams else None)
+        logits, cache = decode_step(*args, getattr(state, "ancestors", None))
         # Each device chooses ids for its own rows, from the whole vocabulary.
         logits = shard(logits, "batch", None, None)
         state = extend(state, jax.nn.log_softmax(logits), t)
