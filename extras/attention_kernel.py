@@ -232,7 +232,8 @@ def cudnn_supports(q: Array, K: int) -> bool:
     """Return whether cuDNN has attention for queries [B, H, Q, C], K keys and this GPU."""
     Q, C = q.shape[2:]
     even = Q % 2 == 0 and K % 2 == 0 and C % 8 == 0 and C <= 128
-    is_ampere = float(jax.local_devices()[0].compute_capability) >= 8
+    version = jax.local_devices()[0].compute_capability  # such as 7.5, or gfx942 of AMD
+    is_ampere = version[0].isdigit() and float(version) >= 8
     return is_ampere and even and q.dtype == jnp.bfloat16
 
 

@@ -87,6 +87,7 @@ def test_the_attention_kernel_equals_the_equation(
     [
         ("9.0", "bfloat16", 114, 64, "attend_with_cudnn"),
         ("7.5", "bfloat16", 114, 64, "dot_product_attention"),
+        ("gfx942", "bfloat16", 114, 64, "dot_product_attention"),
         ("9.0", "float32", 114, 64, "dot_product_attention"),
         ("9.0", "bfloat16", 113, 64, "dot_product_attention"),
         ("9.0", "bfloat16", 114, 6, "dot_product_attention"),
