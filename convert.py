@@ -111,15 +111,14 @@ def foreign_names(path: str, layer, gated: bool = True) -> tuple[str, str]:
 
 
 def all_foreign_names(arch: ModelConfig) -> Iterator[tuple]:
-    """Yield (path, layer, its shape, T5X name, Hugging Face name) of each array.
+    """Yield (path, layer, T5X name, Hugging Face name) of each array.
 
     The layer of an array that exists once is `...`: as an index, it selects everything.
     """
     gated = arch.activation.startswith("gated_")
     for path, param in partition.flatten(model.param_table(arch)).items():
-        stacked = "/layers/" in path
-        for layer in range(param.shape[0]) if stacked else [...]:
-            yield path, layer, param.shape[stacked:], *foreign_names(path, layer, gated)
+        for layer in range(param.shape[0]) if "/layers/" in path else [...]:
+            yield path, layer, *foreign_names(path, layer, gated)
 
 
 # ---- from T5X to plain T5 --------------------------------------------------------------
@@ -172,32 +171,24 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
 
 def to_plain(arrays: dict, arch: ModelConfig, source: Path) -> dict[str, np.ndarray]:
     """Check and use up arrays with T5X's names. Returns {"params/embed": array, ...}."""
-    layers = {}
-    for path, _, shape, name, hf in all_foreign_names(arch):
-        array = arrays.pop(name, None)
+    table = partition.flatten({"params": model.param_table(arch)})
+    plain = {path: np.empty(param.shape, np.float32) for path, param in table.items()}
+    for path, layer, name, hf in all_foreign_names(arch):
+        array, part = arrays.pop(name, None), plain[f"params/{path}"][layer]
         if array is None:
             raise UserError(f"{source} lacks {name} (in Hugging Face {hf}).")
-        if array.shape != shape or not jnp.issubdtype(array.dtype, jnp.floating):
+        if array.shape != part.shape or not jnp.issubdtype(array.dtype, jnp.floating):
             raise UserError(
                 f"{source}: {name} (in Hugging Face {hf}) must be floats of shape "
-                f"{shape}, but it is {array.dtype} of shape {array.shape}."
+                f"{part.shape}, but it is {array.dtype} of shape {array.shape}."
             )
-        layers.setdefault(f"params/{path}", []).append(np.asarray(array, np.float32))
+        part[...] = array
     if arrays:
         raise UserError(
             f"{source} has arrays that no T5 has ({', '.join(sorted(arrays)):.200}), or "
             f"its configuration contradicts them."
         )
-    return stack_layers(layers)
-
-
-def stack_layers(layers: dict[str, list]) -> dict[str, np.ndarray]:
-    """Stack {path: [the array of each layer]}, path by path to save memory."""
-    stacked = {}
-    for path in list(layers):
-        parts = layers.pop(path)
-        stacked[path] = np.stack(parts) if "/layers/" in path else parts[0]
-    return stacked
+    return plain
 
 
 def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.ndarray]:
@@ -207,21 +198,25 @@ def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.n
     matrix v_row and v_col, of which v_row belongs to the shorter axis. An array that is
     not needed is a single zero. The result is {} if T5X used another optimizer.
     """
-    layers = {}
-    for path, _, _, name, _ in all_foreign_names(arch):
-        for slot in ("v", "v_row", "v_col"):
-            array = slots.get(f"{name}/{slot}", np.zeros(1))
-            layers.setdefault(f"opt_state/0/{slot}/{path}", []).append(np.float32(array))
-    unused = {name: parts[0] for name, parts in layers.items() if parts[0].size == 1}
-    plain = stack_layers(layers) | unused | {"opt_state/0/count": np.int32(step)}
 
     def init():
         params = model.init_params(arch, jax.random.key(0))
         return {"opt_state": [optax.scale_by_factored_rms().init(params)]}
 
-    expected = partition.flatten(jax.eval_shape(init))
+    shapes = partition.flatten(jax.eval_shape(init))
+    plain = {name: np.zeros(a.shape, a.dtype) for name, a in shapes.items()}
+    plain["opt_state/0/count"] = np.int32(step)
     other = [name for name, a in slots.items() if name.endswith("/m") and a.size > 1]
-    other += [name for name, a in expected.items() if plain[name].shape != a.shape]
+    for path, layer, name, _ in all_foreign_names(arch):
+        for slot in ("v", "v_row", "v_col"):
+            array = slots.get(f"{name}/{slot}", np.zeros(1))
+            part = plain[f"opt_state/0/{slot}/{path}"]
+            if part.shape != (1,):
+                part = part[layer]
+            if array.shape == part.shape:
+                part[...] = array
+            else:
+                other.append(f"{name}/{slot}")
     if other:
         print(f"The state of another optimizer, such as {other[0]}, is left out.")
         return {}
@@ -325,7 +320,7 @@ def t5x_names(arrays: dict) -> dict[str, str]:
         activation="gated_gelu" if any(".wi_0." in name for name in arrays) else "relu",
         layer_biases=bias in arrays,
     )
-    return {hf: t5x for _, _, _, t5x, hf in all_foreign_names(arch)}
+    return {hf: t5x for _, _, t5x, hf in all_foreign_names(arch)}
 
 
 def read_hf_file(file: Path) -> dict[str, np.ndarray]:
@@ -627,7 +622,7 @@ def write_hf(weights: Weights, folder: Path, dtype: np.dtype) -> None:
     lm_head.weight is there only if the model is not tied.
     """
     arch, arrays = weights.cfg.model, {}
-    for path, layer, _, _, name in all_foreign_names(arch):
+    for path, layer, _, name in all_foreign_names(arch):
         array = weights.arrays[f"params/{path}"][layer]
         arrays[name] = np.ascontiguousarray(array if path == "embed" else array.T, dtype)
     safetensors.numpy.save_file(arrays, folder / "model.safetensors", {"format": "pt"})

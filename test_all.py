@@ -1737,7 +1737,7 @@ def test_the_network_equals_that_of_t5x(name):
     expected = case["loss_sum"], case["z_loss"], case["weight_sum"]
     assert_allclose(found, expected, rtol=1e-5)
     grads = partition.flatten(grads)
-    for path, layer, _, name, _ in convert.all_foreign_names(cfg):
+    for path, layer, name, _ in convert.all_foreign_names(cfg):
         g = grads[path][layer]
         expected = case[f"grad_sq/{name}"]
         found = jnp.sum(g * g, tuple(range(expected.ndim, g.ndim)))
@@ -3438,11 +3438,16 @@ T5X_MODEL = ModelConfig(  # with matrices that are wide, tall, square and not fa
 
 def t5x_state(m, seed=0):
     """Return a state of T5X, and gradients of which a step of Adafactor has its slots."""
-    rng, tree, layers = np.random.default_rng(seed), {"state/step": np.int32(1000)}, {}
-    for path, _, shape, name, _ in convert.all_foreign_names(m):
+    rng, tree = np.random.default_rng(seed), {"state/step": np.int32(1000)}
+    gradients = jax.tree.map(
+        lambda p: np.empty(p.shape, np.float32), model.param_table(m)
+    )
+    for path, layer, name, _ in convert.all_foreign_names(m):
+        part = partition.flatten(gradients)[path][layer]
+        shape = part.shape
         tree[f"target/{name}"] = rng.standard_normal(shape, dtype=np.float32)
         g = rng.standard_normal(shape, dtype=np.float32)
-        layers.setdefault(path, []).append(g)
+        part[...] = g
         slots = dict.fromkeys(("m", "v", "v_row", "v_col"), np.zeros(1, np.float32))
         if min(shape) >= 128 and len(shape) == 2:
             short, long = np.argsort(shape, kind="stable")
@@ -3450,7 +3455,6 @@ def t5x_state(m, seed=0):
         else:
             slots["v"] = g * g
         tree |= {f"state/param_states/{name}/{k}": a for k, a in slots.items()}
-    gradients = flax.traverse_util.unflatten_dict(convert.stack_layers(layers), sep="/")
     return flax.traverse_util.unflatten_dict(tree, sep="/"), gradients
 
 

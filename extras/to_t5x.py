@@ -64,7 +64,7 @@ def write(weights, names: Iterable[tuple], folder: Path, dtype: np.dtype) -> Non
         )
     has_slots = "opt_state/0/v/embed" in arrays
     tree = {"state/step": np.int32(arrays["step"])}
-    for path, layer, _, name, _ in names:
+    for path, layer, name, _ in names:
         array = arrays[f"params/{path}"][layer].astype(dtype)
         tree[f"target/{name}"] = write_zarr(folder, f"target/{name}", array)
         for slot in ("m", "v", "v_row", "v_col") if has_slots else ():
