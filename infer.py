@@ -210,19 +210,18 @@ class Beams(NamedTuple):
     ids: Array  # [B, N, T], the live beams, from best to worst
     scores: Array  # [B, N], the sums of their log-probabilities
     finished_ids: Array  # [B, N, T]
-    finished_scores: Array  # [B, N], divided by the length penalty
-    finished: Array  # [B, N], False where there is no finished output yet
+    # [B, N], divided by the length penalty; at most NEG_INF: there is no output yet
+    finished_scores: Array
     ancestors: Array  # [B, N, T], the beams whose keys the live beams read
     done: Array  # [B, 1], whether the search of an example has ended
 
 
 def start_beams(B: int, N: int, T: int) -> Beams:
     """Begin with equal, empty beams. Only the first one counts in the first step."""
-    ids, none = jnp.zeros((B, N, T), jnp.int32), jnp.zeros((B, N), bool)
-    masked = jnp.full((B, N), NEG_INF)
+    ids, masked = jnp.zeros((B, N, T), jnp.int32), jnp.full((B, N), NEG_INF)
     scores = masked.at[:, 0].set(0.0)
     ancestors = ids + jnp.arange(N)[:, None]
-    return Beams(ids, scores, ids, masked, none, ancestors, none[:, :1])
+    return Beams(ids, scores, ids, masked, ancestors, jnp.zeros((B, 1), bool))
 
 
 def length_penalty(tokens, decode_cfg: DecodeConfig):
@@ -255,14 +254,13 @@ def extend_beams(state: Beams, log_probs: Array, t, *, decode_cfg: DecodeConfig)
     both_scores = jnp.append(state.finished_scores, new_scores, axis=1)
     finished_scores, best = lax.top_k(both_scores, N)
     finished_ids = gather_beams(jnp.append(state.finished_ids, extended, axis=1), best)
-    finished = gather_beams(jnp.append(state.finished, ends, axis=1), best)
 
     # The score of a live beam can only fall, and its penalty is at most that of T ids, or
-    # in T5X of T + 1. The search ends when no live beam can beat a finished output.
+    # in T5X of T + 1. The search ends when no live beam can beat N finished outputs.
     bound = live_scores[:, :1] / length_penalty(T + 1.0, decode_cfg)
-    done = finished.all(1, keepdims=True) & (finished_scores[:, -1:] > bound)
-    ended = finished_ids, finished_scores, finished
-    return Beams(gather_beams(extended, live), live_scores, *ended, ancestors, done)
+    done = finished_scores[:, -1:] > bound
+    live_ids = gather_beams(extended, live)
+    return Beams(live_ids, live_scores, finished_ids, finished_scores, ancestors, done)
 
 
 def beam_outputs(state: Beams) -> tuple[Array, Array]:
@@ -270,10 +268,11 @@ def beam_outputs(state: Beams) -> tuple[Array, Array]:
 
     The score of a place without an output is -inf. Live beams have no length penalty.
     """
-    any_finished = state.finished.any(1, keepdims=True)
+    finished = state.finished_scores > NEG_INF
+    any_finished = finished[:, :1]  # The best one is the first.
     ids = jnp.where(any_finished[..., None], state.finished_ids, state.ids)
-    finished = jnp.where(state.finished, state.finished_scores, -jnp.inf)
-    return ids, jnp.where(any_finished, finished, state.scores)
+    scores = jnp.where(finished, state.finished_scores, -jnp.inf)
+    return ids, jnp.where(any_finished, scores, state.scores)
 
 
 # ---- the decoding loop -----------------------------------------------------------------

@@ -2009,9 +2009,9 @@ def test_the_search_goes_on_while_a_live_beam_can_win():
     decode = DecodeConfig(beams=1, alpha=1.0, penalty="length")
     log_probs = jax.nn.log_softmax(jnp.zeros((1, 1, 6)).at[..., 5].set(50.0))
     state = infer.start_beams(1, 1, 8)
-    ended = dict(finished=jnp.array([[True]]), finished_scores=jnp.array([[-1.0]]))
+    ended = jnp.array([[-1.0]])
     for live, done in ((-8.9, False), (-9.1, True)):
-        begun = state._replace(scores=jnp.array([[live]]), **ended)
+        begun = state._replace(scores=jnp.array([[live]]), finished_scores=ended)
         assert infer.extend_beams(begun, log_probs, 2, decode_cfg=decode).done == done
 
 
