@@ -291,17 +291,15 @@ def generate(
 ) -> tuple[Array, Array]:
     """Return (ids [B, N, length], scores [B, N]) for inputs [B, S], best output first.
 
-    N is decode.beams, or decode.num_return samples, or one greedy output. The ids are 0
+    N is decode.beams, or decode.num_return, which is 1 in greedy decoding. The ids are 0
     after EOS. indices [B]: those of the examples, on which random samples depend.
     out_shardings=P() gives the complete results to every process.
     """
-    B = len(inputs)
+    B, N = len(inputs), decode_cfg.beams or decode_cfg.num_return
     if decode_cfg.beams:
-        N = decode_cfg.beams
         state, result = start_beams(B, N, length), beam_outputs
         extend = functools.partial(extend_beams, decode_cfg=decode_cfg)
     else:
-        N = decode_cfg.num_return if decode_cfg.samples else 1
         rngs = output_rngs(seed, indices, N)
         state, result = start_outputs(B, N, length), sorted_outputs
         extend = functools.partial(append_ids, decode_cfg=decode_cfg, rngs=rngs)
@@ -314,8 +312,10 @@ def generate(
 
     def decode_position(carry):
         t, ids, state, cache = carry
-        args = params, arch, ids, t, cache, layers, input_segments
-        logits, cache = decode_step(*args, getattr(state, "ancestors", None))
+        ancestors = getattr(state, "ancestors", None)
+        logits, cache = decode_step(
+            params, arch, ids, t, cache, layers, input_segments, ancestors
+        )
         # Each device chooses ids for its own rows, from the whole vocabulary.
         logits = shard(logits, "batch", None, None)
         state = extend(state, jax.nn.log_softmax(logits), t)
@@ -390,12 +390,18 @@ def process_batch(params, cfg: Config, group: list[Example], mode: str) -> list:
     if mode != "predict":
         compute = {"score": score, "encode": mean_vectors}[mode]
         return np.asarray(compute(params, batch, cfg.model)).tolist()
-    length = cfg.decode.max_len or cfg.data.targets_length
-    inputs, segments = batch.inputs, batch.input_segments
-    args = cfg.model, length, cfg.decode, indices, cfg.train.seed
-    ids, scores = map(np.asarray, generate(params, inputs, segments, *args))
+    ids, scores = generate(
+        params,
+        batch.inputs,
+        batch.input_segments,
+        cfg.model,
+        cfg.decode.max_len or cfg.data.targets_length,
+        cfg.decode,
+        indices,
+        cfg.train.seed,
+    )
     results = []
-    for outputs, own_scores in zip(ids, scores):
+    for outputs, own_scores in zip(np.asarray(ids), np.asarray(scores)):
         # Beam search may find fewer outputs than there are beams.
         n = min(cfg.decode.num_return, np.sum(own_scores != -np.inf))
         results.append((list(map(cut_at_eos, outputs[:n])), own_scores[:n].tolist()))
