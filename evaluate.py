@@ -206,10 +206,12 @@ def answer_choices(name: str, task: data.Task, number: int, example: dict) -> li
     P3, each example already is one choice, with the fields idx, is_correct and weight.
     """
     if "is_correct" in example and "idx" in example:
-        correct = np.squeeze(example["is_correct"])
-        weight = np.squeeze(example.get("weight", 1.0))
-        values = {"idx": tuple(map(int, example["idx"])), "is_correct": bool(correct)}
-        return [example | values | {"weight": float(weight)}]
+        choice = {
+            "idx": tuple(map(int, example["idx"])),
+            "is_correct": bool(np.squeeze(example["is_correct"])),
+            "weight": float(np.squeeze(example.get("weight", 1.0))),
+        }
+        return [example | choice]
     texts = [str(text) for text in example.get("answer_choices", task.choices)]
     target, *simple = [str(x).strip().casefold() for x in (example["targets"], *texts)]
     if target not in simple or len(set(simple)) < len(simple):
@@ -220,8 +222,12 @@ def answer_choices(name: str, task: data.Task, number: int, example: dict) -> li
         )
     return [
         example
-        | {"targets": text, "idx": (number, i), "is_correct": simple[i] == target}
-        | {"weight": 1.0}
+        | {
+            "targets": text,
+            "idx": (number, i),
+            "is_correct": simple[i] == target,
+            "weight": 1.0,
+        }
         for i, text in enumerate(texts)
     ]
 
@@ -261,17 +267,15 @@ def rank_classification(targets, scores, num_classes=None) -> dict:
     from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
     chosen = scores.argmax(axis=1)[:, None] == np.arange(num_classes)
-    options = {"sample_weight": weights, "zero_division": 0}
+    f1s = f1_score(correct, chosen, average=None, sample_weight=weights, zero_division=0)
     if num_classes > 2:
-        mean_f1 = f1_score(correct, chosen, average="macro", **options)
-        return metrics | {f"mean_{num_classes}class_f1": percent(mean_f1)}
-    correct = correct[:, 1]
-    weighted = {"sample_weight": weights}
+        return metrics | {f"mean_{num_classes}class_f1": percent(f1s)}
     probability = special.softmax(scores, axis=1)[:, 1]
+    binary = correct[:, 1], probability
     return metrics | {
-        "f1": percent(f1_score(correct, chosen[:, 1], **options)),
-        "auc-roc": percent(roc_auc_score(correct, probability, **weighted)),
-        "auc-pr": percent(average_precision_score(correct, probability, **weighted)),
+        "f1": percent(f1s[1]),
+        "auc-roc": percent(roc_auc_score(*binary, sample_weight=weights)),
+        "auc-pr": percent(average_precision_score(*binary, sample_weight=weights)),
     }
 
 
