@@ -87,8 +87,7 @@ def held_out_example(params, cfg: Config, batch: data.Batch, tokenizer) -> str:
     """Show the first example of a batch: inputs, truth, and the output of the model."""
     inputs = batch.inputs[0][batch.input_segments[0] == 1].tolist()
     targets = batch.targets[0][batch.target_segments[0] == 1].tolist()
-    example = infer.Example(inputs, targets)
-    outputs, _ = next(infer.process_examples(params, cfg, [example]))
+    ((outputs, _),) = infer.process_examples(params, cfg, [infer.Example(inputs)])
     if tokenizer.first_sentinel in inputs:
         sides = [], targets, outputs[0]
         texts = [infer.fill_blanks(inputs, ids, tokenizer) for ids in sides]
@@ -185,7 +184,7 @@ def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
     targets = [example["targets"] for example in examples]
     targets = [x if isinstance(x, str) else tokenizer.decode(x) for x in targets]
     written = [tokenizer.decode(ids) for _, ids in pairs[:100]]
-    check_metrics(name, task, examples[:100], targets[:100], written)
+    check_metrics(name, task, examples, targets[:100], written)
     numbered = (infer.Example(*pair, number) for number, pair in enumerate(pairs))
     results = infer.process_examples(params, cfg, numbered)
     outputs = [tokenizer.decode(best_first[0]) for best_first, _ in results]
@@ -411,7 +410,7 @@ def write_lines(folder, name: str, step: int, lines: list[dict]) -> None:
     name = re.sub(r"[^\w.+-]+", "-", name)[-200:]  # a task can be jsonl:path/to/file
     if lines:
         content = b"".join(map(infer.to_json, lines))
-        configs.write_file(configs.to_path(folder) / f"{name}-{step:08}.jsonl", content)
+        configs.write_file(folder / f"{name}-{step:08}.jsonl", content)
 
 
 def read_log(path) -> list[dict]:

@@ -625,7 +625,6 @@ def main() -> None:
         raise UserError("--mode, --shard and --input need --input and --output.")
     cfg, tokenizer = start_inference(options)
     step = partition.resolve_step(options.run_dir, options.step)
-    partition.check_same(step)
     params = load_params(cfg, options.run_dir, step)
     if options.input:
         answer_file(params, options, step, tokenizer)
