@@ -448,15 +448,14 @@ def start_inference(options: configs.Options):
 
 def load_params(cfg: Config, run_dir: str, step: int) -> dict:
     """Return the params of a checkpoint, split over the devices of the mesh."""
-    table = model.param_table(cfg.model)
 
     def abstract(p):
         sharding = partition.spec(p.axes, cfg.mesh.fsdp)
         return jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=sharding)
 
-    wanted = partition.flatten({"params": jax.tree.map(abstract, table)})
-    arrays = partition.load_arrays(partition.Checkpoints(run_dir).path(step), wanted)
-    return jax.tree.unflatten(jax.tree.structure(table), arrays.values())
+    wanted = {"params": jax.tree.map(abstract, model.param_table(cfg.model))}
+    folder = partition.Checkpoints(run_dir).path(step)
+    return partition.load_arrays(folder, wanted)["params"]
 
 
 # ---- answer files ----------------------------------------------------------------------

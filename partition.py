@@ -304,14 +304,16 @@ def read_slice(headers: list[dict], index: tuple, cache: dict) -> np.ndarray:
     return out
 
 
-def load_arrays(folder: Path, abstract: dict) -> dict[str, jax.Array]:
+def load_arrays(folder: Path, abstract: Any) -> Any:
     """Load arrays from a checkpoint that any number of devices has written.
 
-    abstract: {name: ShapeDtypeStruct with a sharding}, for some arrays or for all.
+    abstract: a tree of ShapeDtypeStructs with shardings, for some arrays or for all.
+    Returns the same tree of arrays.
     """
     stored, _ = read_manifest(folder)
+    wanted = flatten(abstract)
     check_same([header["crc32"] for headers in stored.values() for header in headers])
-    others = [x for x in stored if x.startswith("params/") and x not in abstract]
+    others = [x for x in stored if x.startswith("params/") and x not in wanted]
     if others:
         raise UserError(
             f"{folder} has arrays that this run has not, such as {others[0]}: use the "
@@ -321,18 +323,19 @@ def load_arrays(folder: Path, abstract: dict) -> dict[str, jax.Array]:
     def load(name, like):
         headers = stored.get(name)
         saved = headers and [headers[0]["dtype"], *headers[0]["shape"]]
-        wanted = [like.dtype.name, *like.shape]
-        if saved != wanted:
+        needed = [like.dtype.name, *like.shape]
+        if saved != needed:
             raise UserError(
                 f"{folder} has {saved} for the array {name}, but this run needs "
-                f"{wanted}: use the settings of the run that wrote the checkpoint."
+                f"{needed}: use the settings of the run that wrote the checkpoint."
             )
         cache = {}
         return jax.make_array_from_callback(
             like.shape, like.sharding, lambda index: read_slice(headers, index, cache)
         )
 
-    return {name: load(name, like) for name, like in abstract.items()}
+    arrays = map(load, wanted.keys(), wanted.values())
+    return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
 
 # ---- the checkpoints of a run ----------------------------------------------------------

@@ -3470,7 +3470,7 @@ def restored_state(run):
     """Return the train.TrainState that --train.restore all loads."""
     cfg = configs.load_run(run)[0]
     template = train.abstract_state(cfg)
-    return train.load_state(cfg, template, partition.newest_checkpoint(run), "")
+    return train.load_state(cfg, template, partition.newest_checkpoint(run))
 
 
 def test_t5x_is_read_with_the_optimizer(tmp_path):

@@ -480,36 +480,35 @@ class Evaluations:
 
 
 def load_state(
-    cfg: Config, abstract: TrainState, checkpoint: Path | None, prefix: str
+    cfg: Config, abstract: TrainState, checkpoint: Path | None, params_only: bool = False
 ) -> TrainState:
-    """Load the arrays whose names begin with a prefix. The others get initial values."""
-    arrays = partition.flatten(abstract)
-    wanted = {name: a for name, a in arrays.items() if name.startswith(prefix)}
-    loaded = partition.load_arrays(checkpoint, wanted) if checkpoint else {}
-    if len(loaded) < len(arrays):
-        shardings = jax.tree.map(lambda a: a.sharding, abstract)
-        initial = jax.jit(partial(init_state, cfg), out_shardings=shardings)()
-        arrays = partition.flatten(initial)
-    arrays |= loaded
-    return jax.tree.unflatten(jax.tree.structure(abstract), arrays.values())
+    """Load a state, or its params alone. What is not loaded gets initial values."""
+    if checkpoint and not params_only:
+        return partition.load_arrays(checkpoint, abstract)
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    state = jax.jit(partial(init_state, cfg), out_shardings=shardings)()
+    if not checkpoint:
+        return state
+    loaded = partition.load_arrays(checkpoint, {"params": abstract.params})
+    return state._replace(**loaded)
 
 
 def find_start(
     cfg: Config, run_dir: Path, init_from: str
-) -> tuple[Path | None, Path | None, int, str]:
-    """Return (resume_from, checkpoint, step, prefix): where a run begins.
+) -> tuple[Path | None, Path | None, int, bool]:
+    """Return (resume_from, checkpoint, step, params_only): where a run begins.
 
     A run resumes from its newest checkpoint, or it is new (None). Then it has random
-    weights, or those of `init_from`, whose step and optimizer it takes with
-    --train.restore all. Arrays of `checkpoint` whose names have this prefix are loaded.
+    weights, or the params of `init_from`, whose step and optimizer it takes, too, with
+    --train.restore all.
     """
     train_cfg, resume_from = cfg.train, partition.newest_checkpoint(run_dir)
     checkpoint = resume_from or (init_from and partition.newest_checkpoint(init_from))
     if init_from and not checkpoint:
         raise UserError(f"{init_from} is no checkpoint, and no run that has one.")
-    step, prefix = train_cfg.start_step, "params/"
-    if resume_from or (init_from and train_cfg.restore == "all"):
-        step, prefix = int(checkpoint.name[5:]), ""
+    params_only = not resume_from and train_cfg.restore == "params"
+    loads_step = checkpoint and not params_only
+    step = int(checkpoint.name[5:]) if loads_step else train_cfg.start_step
     if not resume_from and step >= train_cfg.steps:
         raise UserError(
             f"A new run at step {step} needs --train.steps above {step}, not "
@@ -517,7 +516,7 @@ def find_start(
         )
     if train_cfg.start_step and not checkpoint:
         raise UserError("Add --init_from RUN, or --train.start_step 0 without it.")
-    return resume_from, checkpoint, step, prefix
+    return resume_from, checkpoint, step, params_only
 
 
 def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
@@ -529,7 +528,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
     for name in data.eval_tasks(cfg):
         # An unknown task or metric must not stop a run hours later.
         evaluate.metric_functions(data.find_task(name, cfg))
-    resume_from, checkpoint, step, prefix = find_start(cfg, run_dir, init_from)
+    resume_from, checkpoint, step, params_only = find_start(cfg, run_dir, init_from)
     mesh = partition.set_mesh(cfg)
     abstract, lowered = lower_step(cfg, mesh)
     print(f"model    {model.describe_model(cfg)}")
@@ -552,7 +551,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
             configs.write_file(run_dir / "recipe.py", Path(recipe).read_text())
     with ThreadPoolExecutor(1) as thread:  # Compile while the state is loaded.
         compiling = thread.submit(lowered.compile)
-        state = load_state(cfg, abstract, checkpoint, prefix)
+        state = load_state(cfg, abstract, checkpoint, params_only)
         compiled_step = compiling.result()
     log = Log(run_dir, step)
     checkpoints = partition.Checkpoints(run_dir, cfg.train.keep)

@@ -64,7 +64,7 @@ def measure(name: str, cfg: configs.Config, steps: int) -> None:
     batch = data.Batch(inputs, np.ones_like(inputs), shifted, targets, real)
     batch = partition.put_batch(batch)
     abstract, lowered = train.lower_step(cfg, mesh)
-    program, state = lowered.compile(), train.load_state(cfg, abstract, None, "")
+    program, state = lowered.compile(), train.load_state(cfg, abstract, None)
 
     def step():
         nonlocal state
