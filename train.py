@@ -273,7 +273,7 @@ def loop(cfg: Config, run: Run) -> int:
     train_cfg, state, step = cfg.train, run.state, run.step
     steps, save_every = train_cfg.steps, train_cfg.save_every
     flops = model.train_flops(cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
-    received = catch_signals()
+    must_stop = catch_signals()
     timer_start, timer_step, data_wait = time.perf_counter(), step, 0.0
     # With disable=None, there is a progress bar only in a terminal.
     bar = tqdm(range(step + 1, steps + 1), initial=step, total=steps, disable=None)
@@ -283,7 +283,7 @@ def loop(cfg: Config, run: Run) -> int:
         data_wait += time.perf_counter() - began
         # JAX computes the step in the background. Reading a metric waits for its result.
         state, metrics = run.compiled_step(state, partition.put_batch(batch))
-        stop_now = must_stop(step, received)
+        stop_now = must_stop(step)
         save_now = is_due(save_every, step, steps) or (stop_now and save_every > 0)
         log_now = is_due(train_cfg.log_every, step, steps)
         if log_now or save_now:
@@ -325,25 +325,22 @@ def is_due(every: int, step: int, last_step: int) -> bool:
     return every > 0 and (step % every == 0 or step == last_step)
 
 
-def catch_signals() -> list:
-    """Return a list that gets the first SIGTERM or Ctrl-C. The same again kills."""
+def catch_signals() -> Callable[[int], bool]:
+    """Return a function of a step: whether to stop after it, for SIGTERM or Ctrl-C.
+
+    The same signal again kills. Several processes stop at SIGTERM, after the same step.
+    """
+    if jax.process_count() > 1:  # JAX itself handles SIGTERM.
+        return multihost_utils.reached_preemption_sync_point
     received = []
 
     def receive(number, _):
         received.append(number)
         signal.signal(number, signal.SIG_DFL)
 
-    if jax.process_count() == 1:  # With several processes, JAX itself handles SIGTERM.
-        signal.signal(signal.SIGTERM, receive)
-        signal.signal(signal.SIGINT, receive)
-    return received
-
-
-def must_stop(step: int, received: list) -> bool:
-    """Return whether to stop after this step. All processes stop after the same step."""
-    if jax.process_count() == 1:
-        return bool(received)
-    return multihost_utils.reached_preemption_sync_point(step)
+    signal.signal(signal.SIGTERM, receive)
+    signal.signal(signal.SIGINT, receive)
+    return lambda step: bool(received)
 
 
 # ---- metrics and evaluations -----------------------------------------------------------
