@@ -2882,24 +2882,25 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, quiet, monkeypatc
     assert partition.Checkpoints(tmp_path).steps() == []
 
 
-def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet):
+def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet, monkeypatch):
     """Or also with its optimizer and step. Its data begin anew."""
     source = train_small(tmp_path / "source").path(6)
     stored = convert.read_model(source).arrays
-    first = train.start_run(small_run(), tmp_path / "first", "", "")
-    first_batch = next(first.batches)
-    cfg = small_run(steps=1001, start_step=1000)
-    run = train.start_run(cfg, tmp_path / "a", "", str(tmp_path / "source"))
-    names = partition.flatten(run.state)
-    assert run.step == names["step"] == 1000 and names["opt_state/0/count"] == 0
+    started = []
+    monkeypatch.setattr(train, "loop", lambda *args: started.append(args[2:4]) or 0)
+    train_small(tmp_path / "first")
+    first_batch = next(started[-1][1])
+    train_small(tmp_path / "a", tmp_path / "source", steps=1001, start_step=1000)
+    names = partition.flatten(started[-1][0])
+    assert names["step"] == 1000 and names["opt_state/0/count"] == 0
     params = [name for name in names if name.startswith("params/")]
     assert_equal([names[k] for k in params], [stored[k] for k in params])
-    cfg = small_run(restore="all", steps=9)
-    run = train.start_run(cfg, tmp_path / "b", "", str(source))
-    names = partition.flatten(run.state)
-    assert run.step == names["step"] == 6 and names["opt_state/0/count"] == 6
+    train_small(tmp_path / "b", source, restore="all", steps=9)
+    state, batches = started[-1]
+    names = partition.flatten(state)
+    assert names["step"] == 6 and names["opt_state/0/count"] == 6
     assert_equal(names, {k: stored[k] for k in names})
-    assert_equal(next(run.batches), first_batch)
+    assert_equal(next(batches), first_batch)
 
 
 @pytest.mark.parametrize(

@@ -256,21 +256,20 @@ def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]
 # ---- the training loop -----------------------------------------------------------------
 
 
-class Run(NamedTuple):
-    """What `start_run` prepares for the training loop."""
+def loop(
+    cfg: Config,
+    compiled_step: Callable,
+    state: TrainState,
+    batches: data.Batches,
+    log: "Log",
+    checkpoints: partition.Checkpoints,
+    evaluations: "Evaluations",
+) -> int:
+    """Train until step train.steps, or until a signal. Returns the last step.
 
-    compiled_step: Callable  # train_step as a program for the devices
-    state: TrainState
-    step: int  # the step at which the run starts or resumes
-    batches: data.Batches
-    log: "Log"
-    checkpoints: partition.Checkpoints
-    evaluations: "Evaluations"
-
-
-def loop(cfg: Config, run: Run) -> int:
-    """Train until step train.steps, or until a signal. Returns the last step."""
-    train_cfg, state, step = cfg.train, run.state, run.step
+    compiled_step: train_step as a program for the devices.
+    """
+    train_cfg, step = cfg.train, int(state.step)
     steps, save_every = train_cfg.steps, train_cfg.save_every
     flops = model.train_flops(cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
     must_stop = catch_signals()
@@ -279,10 +278,10 @@ def loop(cfg: Config, run: Run) -> int:
     bar = tqdm(range(step + 1, steps + 1), initial=step, total=steps, disable=None)
     for step in bar:
         began = time.perf_counter()
-        batch = next(run.batches)
+        batch = next(batches)
         data_wait += time.perf_counter() - began
         # JAX computes the step in the background. Reading a metric waits for its result.
-        state, metrics = run.compiled_step(state, partition.put_batch(batch))
+        state, metrics = compiled_step(state, partition.put_batch(batch))
         stop_now = must_stop(step)
         save_now = is_due(save_every, step, steps) or (stop_now and save_every > 0)
         log_now = is_due(train_cfg.log_every, step, steps)
@@ -301,22 +300,22 @@ def loop(cfg: Config, run: Run) -> int:
                 "teraflops": rows * flops / 1e12,
                 "data_wait_fraction": data_wait / seconds,
             }
-            run.log.write(step, "train", metrics)
-            run.log.write(step, "timing", timing)
+            log.write(step, "train", metrics)
+            log.write(step, "timing", timing)
             tqdm.write(
                 f"step {step:,}/{steps:,}  loss {metrics['loss']:.3f}  accuracy "
                 f"{metrics['accuracy']:.3f}  learning rate {metrics['learning_rate']:.1e}"
                 f"  {rows:.4g} rows/s  {timing['teraflops']:.3g} TFLOP/s"
             )
         if save_now:
-            run.log.sync()
-            run.checkpoints.save(partition.flatten(state), step, run.batches.state)
+            log.sync()
+            checkpoints.save(partition.flatten(state), step, batches.state)
         if stop_now:
             break
-        evaluated = run.evaluations(step, state.params)
+        evaluated = evaluations(step, state.params)
         if log_now or save_now or evaluated:
             timer_start, timer_step, data_wait = time.perf_counter(), step, 0.0
-    run.log.sync()
+    log.sync()
     return step
 
 
@@ -516,8 +515,8 @@ def find_start(
     return resume_from, checkpoint, step, params_only
 
 
-def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
-    """Start a run, or resume it from its newest checkpoint.
+def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> None:
+    """Start a run, or resume it from its newest checkpoint, and train to its end.
 
     recipe: the value of --config, of which the run keeps a copy if it is a file.
     init_from: the run or the checkpoint with whose weights a new run starts, or "".
@@ -555,12 +554,7 @@ def start_run(cfg: Config, run_dir: Path, recipe: str, init_from: str) -> Run:
     evaluations = Evaluations(cfg, tokenizer, log, checkpoints)
     if resume_from:  # A kill may have prevented the evaluations of this checkpoint.
         evaluations(step, state.params)
-    return Run(compiled_step, state, step, batches, log, checkpoints, evaluations)
-
-
-def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> None:
-    """Train a model, and write all results to the folder of the run."""
-    step = loop(cfg, start_run(cfg, run_dir, recipe, init_from))
+    step = loop(cfg, compiled_step, state, batches, log, checkpoints, evaluations)
     ending = "done" if step >= cfg.train.steps else "stopped"
     print(f"{ending} at step {step:,}: {run_dir}")
 
