@@ -241,13 +241,10 @@ HAS_EXTRAS = importlib.util.find_spec("extras") is not None  # or somebody delet
 TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, None
 
 
-def all_recipes() -> dict[str, Config]:
-    """Return the recipes above, and those of extras/t5_tasks.py."""
-    if not HAS_EXTRAS:
-        return RECIPES
-    from extras import t5_tasks
-
-    return RECIPES | t5_tasks.RECIPES
+def load_extras() -> None:
+    """Import the files that add to RECIPES and to these tables, for T5 and T0."""
+    if HAS_EXTRAS:
+        from extras import t5_tasks, toys  # noqa: F401
 
 
 def load_recipe(name: str) -> Config:
@@ -256,10 +253,11 @@ def load_recipe(name: str) -> Config:
     The file may also define TASKS, MIXTURES, METRICS and a VOCABULARY.
     """
     if not name.endswith(".py"):
-        recipes = RECIPES if name in RECIPES else all_recipes()
-        if name not in recipes:
-            raise UserError(f"There is no recipe {name}, but {', '.join(recipes)}.")
-        return recipes[name]
+        if name not in RECIPES:
+            load_extras()
+        if name not in RECIPES:
+            raise UserError(f"There is no recipe {name}, but {', '.join(RECIPES)}.")
+        return RECIPES[name]
     sys.path.insert(0, str(Path(name).resolve().parent))  # It may import its neighbors.
     namespace = {"__name__": "recipe", "__file__": name}
     exec(compile(to_path(name).read_text(), name, "exec"), namespace)
@@ -448,7 +446,8 @@ def write_file(path, content: bytes | str) -> None:
 def main() -> None:
     if sys.argv[1:]:
         change_settings(Options(load_recipe(sys.argv[1])), ["--help"])
-    for name, cfg in all_recipes().items():
+    load_extras()
+    for name, cfg in RECIPES.items():
         print(f"{name:30}{cfg.data.task:30}{cfg.train.steps:>9,} steps")
 
 

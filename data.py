@@ -775,17 +775,10 @@ TASKS |= {
 }
 
 
-def load_extras():
-    """Import the files that add the tasks of T5 and T0 to TASKS and MIXTURES."""
-    from extras import t5_tasks, toys  # noqa: F401
-
-    return t5_tasks
-
-
 def mixture_rates(name: str, cfg: Config) -> dict[str, float]:
     """Return the rate of each task of a mixture. A task of rate 0 is only evaluated."""
     if name not in {**TASKS, **MIXTURES} and ":" not in name:
-        load_extras()
+        configs.load_extras()
     if name not in MIXTURES:
         return {name: 1.0}
     rates, members = Counter(), MIXTURES[name]
@@ -813,8 +806,10 @@ def eval_tasks(cfg: Config) -> list[str]:
 def find_task(name: str, cfg: Config) -> Task:
     """Return a task by name, or that of pairs in a source such as jsonl:a.jsonl."""
     if name not in TASKS and ":" not in name:
-        t5_tasks = load_extras()
+        configs.load_extras()
         if name not in TASKS:
+            from extras import t5_tasks
+
             return t5_tasks.p3_task(name, cfg)
     task = TASKS.get(name, Task(name))
     if name == cfg.data.task and cfg.data.source:
@@ -871,7 +866,7 @@ def main() -> None:
     options = configs.parse(Options)
     cfg = options.cfg
     if options.list:
-        load_extras()
+        configs.load_extras()
         print("tasks", *TASKS, "mixtures", *MIXTURES, sep="\n  ")
         for name, rate in mixture_rates(cfg.data.task, cfg).items():
             print(f"{name:40}{rate:14,.6g}  {find_task(name, cfg).source}")

@@ -18,7 +18,7 @@ from functools import cache, partial
 import fsspec
 import numpy as np
 
-from configs import FINETUNE, METRICS, MIXTURES, SIZES, TASKS
+from configs import FINETUNE, METRICS, MIXTURES, RECIPES, SIZES, TASKS
 from configs import Config, DataConfig, DecodeConfig, ModelConfig, TrainConfig, UserError
 from data import Task, template
 
@@ -530,7 +530,7 @@ BEAMS = DecodeConfig(beams=4, batch_size=64)
 RO = DataConfig("hf:dumitrescustefan/rlm", vocab="train:63900", targets_length=256)
 RO_TRAIN = TrainConfig(steps=2_000_000, save_every=10_000, keep=5)
 
-RECIPES = {
+RECIPES |= {
     # Translate English to German, as in the *wmt*.gin files in t5x/examples/t5/t5_1_1/examples.
     "base_wmt_scratch": Config(
         SIZES["base"], WMT, TrainConfig(
