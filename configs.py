@@ -176,7 +176,6 @@ class Config:
     train: TrainConfig = TrainConfig()
     decode: DecodeConfig = DecodeConfig()
     mesh: MeshConfig = MeshConfig()
-    distributed: DistributedConfig = DistributedConfig()
 
 
 # ---- recipes ---------------------------------------------------------------------------
@@ -292,6 +291,7 @@ class Options:
     cfg: tyro.conf.FlagConversionOff[Annotated[Config, tyro.conf.arg(name="")]]
     config: str = ""  # name of a recipe, or a Python file that defines CONFIG
     run_dir: str = ""  # folder of the run
+    distributed: DistributedConfig = DistributedConfig()
 
 
 def first_flags(argv: list[str] | None) -> argparse.Namespace:
@@ -336,7 +336,7 @@ def change_settings(options: Options, argv: list[str] | None) -> Options:
 
 # A resumed run may change these settings. Any other change would be another experiment.
 CHANGEABLE = (
-    "decode mesh distributed model.attention model.loss model.remat train.steps "
+    "decode mesh model.attention model.loss model.remat train.steps "
     "train.microbatches train.log_every train.eval_every train.infer_every "
     "train.eval_batches train.save_every train.keep train.keep_best data.tfds_dir"
 ).split()
@@ -405,9 +405,9 @@ def load_run_and_tasks(run_dir: str, recipe: str = "") -> tuple[Config, dict]:
 
 
 def save_run(cfg: Config, run_dir: str, **facts) -> None:
-    """Write facts and a Config, without the sections of the machine, to config.json."""
+    """Write facts and a Config, without the section of the devices, to config.json."""
     settings = dataclasses.asdict(cfg)
-    del settings["mesh"], settings["distributed"]
+    del settings["mesh"]
     content = {"settings": settings, "facts": {"init_from": "", **facts}}
     write_file(to_path(run_dir) / "config.json", json.dumps(content, indent=1))
 

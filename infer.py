@@ -530,11 +530,12 @@ def to_json(line: dict) -> bytes:
 def job_digest(options: "Options", step: int, tokenizer) -> str:
     """Return a checksum of everything that a result depends on, besides its own line."""
     folder = partition.Checkpoints(options.run_dir).path(step)
+    headers = partition.read_manifest(folder)[0].values()
+    weights = [header["crc32"] for shards in headers for header in shards]
     decode = replace(options.cfg.decode, batch_size=0)
-    cfg = replace(options.cfg, decode=decode, mesh=None, distributed=None)
-    flags = replace(options, cfg=cfg, output="", step="")
-    checksums = tokenizer.sha256, partition.read_manifest(folder)
-    job = flags, checksums, partition.platform()
+    cfg = replace(options.cfg, decode=decode, mesh=None)
+    flags = replace(options, cfg=cfg, distributed=None, output="", step="")
+    job = flags, tokenizer.sha256, weights, partition.platform()
     return f"{zlib.crc32(repr(job).encode()):08x}"
 
 

@@ -146,7 +146,7 @@ def start_jax(options: configs.Options) -> None:
     Without the --distributed flags, JAX detects clusters such as Cloud TPU and SLURM. If
     one process ends, JAX ends the others after --distributed.timeout seconds.
     """
-    d = options.cfg.distributed
+    d = options.distributed
     try:
         jax.distributed.initialize(
             d.coordinator or None,
@@ -162,7 +162,7 @@ def start_jax(options: configs.Options) -> None:
         sys.stdout = open(os.devnull, "w")
     cache = jax.config.jax_compilation_cache_dir or "~/.cache/plain_t5/compiled"
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(cache))
-    check_same(replace(options, cfg=replace(options.cfg, distributed=None)))
+    check_same(replace(options, distributed=None))
 
 
 def check_same(value: Any) -> None:
@@ -203,16 +203,13 @@ def lock(run_dir: Path):
 # without this file is not a checkpoint.
 
 
-Shard = tuple[dict, np.ndarray]  # a header, and the part of an array
-
-
 def shard_file(folder: Path, process: int, processes: int) -> Path:
     return folder / f"shards-{process:05}-of-{processes:05}.msgpack"
 
 
-def local_shards(arrays: dict[str, jax.Array]) -> list[Shard]:
-    """Copy to the host the shards that this process has to write."""
-    chosen = []
+def write_shards(path: Path, arrays: dict[str, jax.Array], data_state: Any) -> None:
+    """Write the shards that this process has to write, and the state of the data."""
+    headers, shards, offset = [], [], 0
     for name, array in sorted(arrays.items()):
         # Devices can hold copies of a shard, which JAX numbers. Every process chooses the
         # same copy, by the name, so that each of them writes a part of the arrays.
@@ -222,22 +219,17 @@ def local_shards(arrays: dict[str, jax.Array]) -> list[Shard]:
         for part in array.addressable_shards:
             if part.replica_id == copy:
                 bounds = [i.indices(n)[:2] for i, n in zip(part.index, array.shape)]
-                chosen.append((header | {"bounds": bounds}, part.data))
-    jax.copy_to_host_async([data for _, data in chosen])
-    return [(header, np.ascontiguousarray(data)) for header, data in chosen]
-
-
-def write_shards(path: Path, shards: list[Shard], data_state: Any) -> None:
-    """Write the result of local_shards and the state of the data to disk."""
-    offset, headers = 0, []
-    for header, data in shards:
-        headers.append(header | {"offset": offset, "crc32": zlib.crc32(data)})
-        offset += data.nbytes
+                headers.append(header | {"bounds": bounds})
+                shards.append(part.data)
+    jax.copy_to_host_async(shards)
+    contents = [np.ascontiguousarray(x).reshape(-1).view(np.uint8).data for x in shards]
+    for header, content in zip(headers, contents):
+        header |= {"offset": offset, "crc32": zlib.crc32(content)}
+        offset += content.nbytes
     head = msgpack.packb({"shards": headers, "state": data_state})
     with path.open("wb") as file:
         file.write(msgpack.packb([zlib.crc32(head), head]))
-        for _, data in shards:
-            file.write(data.reshape(-1).view(np.uint8).data)
+        file.writelines(contents)
         if not configs.is_remote(path):
             file.flush()
             os.fsync(file.fileno())
@@ -372,7 +364,7 @@ class Checkpoints:
         folder, count = self.path(step), jax.process_count()
         folder.mkdir(parents=True, exist_ok=True)
         path = shard_file(folder, jax.process_index(), count)
-        write_shards(path, local_shards(arrays), data_state)
+        write_shards(path, arrays, data_state)
         multihost_utils.sync_global_devices(f"shards of step {step}")
         if is_main_process():
             for process in range(count):  # An error here: not all see the same folder.

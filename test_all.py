@@ -1682,11 +1682,11 @@ def test_one_of_several_processes_needs_the_address_of_process_0(monkeypatch):
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     partition.start_jax(configs.Options(SMALL))  # This process runs alone.
     with pytest.raises(ValueError, match="None, 2, 0"):
-        second = change(distributed=dict(processes=2, process=0))
-        partition.start_jax(configs.Options(second))
+        second = configs.DistributedConfig(processes=2, process=0)
+        partition.start_jax(configs.Options(SMALL, distributed=second))
     with pytest.raises(ValueError, match="'a:1', None"):
-        alone = change(distributed=dict(coordinator="a:1"))
-        partition.start_jax(configs.Options(alone))
+        alone = configs.DistributedConfig(coordinator="a:1")
+        partition.start_jax(configs.Options(SMALL, distributed=alone))
 
 
 # ---- model -----------------------------------------------------------------------------

@@ -591,7 +591,7 @@ def parse(argv: list[str] | None = None) -> Options:
     if init_from:
         origin = stored if resumes else configs.load_run(configs.run_dir_of(init_from))[0]
         cfg = configs.with_network_of(cfg, origin)
-    options = Options(cfg, flags.config, run_dir, init_from)
+    options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.change_settings(options, argv)
     if resumes:
         configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
