@@ -90,8 +90,11 @@ def foreign_names(path: str, layer, gated: bool = True) -> tuple[str, str]:
     if path in SINGLE:
         t5x, hf = SINGLE[path]
         return t5x, f"{hf}.weight"
-    stack, _, part, name = path.split("/")
-    t5x, hf = SUBLAYERS[f"{stack}/{part}"]
+    sublayer, _, name = path.replace("/layers/", "/").rpartition("/")
+    if sublayer not in SUBLAYERS or name not in {"norm", "relative_bias", *MATRICES}:
+        raise UserError(f"No other format has a name for the parameter {path}.")
+    stack, part = sublayer.split("/")
+    t5x, hf = SUBLAYERS[sublayer]
     t5x_layer, hf_layer = f"{stack}/layers_{layer}", f"{stack}.block.{layer}"
     if name == "norm":
         number = hf.rpartition(".")[0]  # such as "layer.0"
@@ -104,8 +107,6 @@ def foreign_names(path: str, layer, gated: bool = True) -> tuple[str, str]:
             f"{t5x_layer}/relpos_bias/rel_embedding",
             f"{hf_layer}.{hf}.relative_attention_bias.weight",
         )
-    if name not in MATRICES:
-        raise UserError(f"No other format has a name for the parameter {path}.")
     x, y = ("wi", "wi") if name == "up" and not gated else MATRICES[name]
     return f"{t5x_layer}/{t5x}/{x}/kernel", f"{hf_layer}.{hf}.{y}.weight"
 
@@ -435,7 +436,8 @@ def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndar
     tied_4 = config.get("tie_word_embeddings", not is_mt5)  # in version 4
     if scaled != tied_4 or tied_4 and not is_equal:
         print(
-            "This model gets the logits of version 5 of transformers, not of version 4."
+            "Versions 4 and 5 of transformers read tie_word_embeddings of this config.json "
+            "in two ways. This model gets the logits of version 5."
         )
     if not (is_equal and scaled):
         rest["lm_head.weight"] = head * np.float32(head.shape[1] ** -0.5 if scaled else 1)

@@ -542,7 +542,11 @@ class Batches(Iterator):
         if not total:
             cut = (sizes >= self.limits).any(axis=1).mean()
             unknown = (packed.inputs == UNK).sum() / sizes[:, 0].sum()
+            inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
             print(f"data     {cut:.0%} of the examples fill a row or were cut")
+            print(
+                f"data     the rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full"
+            )
             print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
         return packed
 
