@@ -838,6 +838,14 @@ def test_t5x_keeps_what_its_weights_do_not_show(tmp_path):
     assert convert.read_model(tmp_path / "t5x").cfg.model == m
 
 
+@pytest.mark.parametrize(
+    "path", ["router", "decoder/layers/mlp/norm/bias", "encoder/layers/mlp/kernel"]
+)
+def test_a_parameter_of_a_fork_has_no_name_in_other_formats(path):
+    with pytest.raises(UserError, match=path):
+        convert.foreign_names(path, 0)
+
+
 def test_t5x_has_no_umt5(tmp_path):
     m = replace(SMALL.model, layer_biases=True)
     source = write_model(tmp_path / "umt5", m, hf_state(m))
