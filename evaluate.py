@@ -241,16 +241,17 @@ def group_choices(indices: list[tuple[int, int]]) -> list[list[int]]:
     return list(groups.values())
 
 
-def rank_classification(targets, scores, num_classes=None) -> dict:
+def rank_classification(targets, scores, num_classes=None, normalize=False) -> dict:
     """Return how often the choice with the highest score is correct, in percent.
 
-    As in t5/evaluation/metrics.py, the targets are (idx, is_correct, weight) of each
-    choice in any order, with idx = (number of the example, number of the choice). If all
-    examples have the same choices, their number is num_classes. They are then classes,
-    which have an F1.
+    As in t5/evaluation/metrics.py, the targets are (idx, is_correct, weight, length in
+    tokens) of each choice in any order, with idx = (number of the example, number of the
+    choice). If all examples have the same choices, their number is num_classes. They are
+    then classes, which have an F1. `normalize` divides each score by the length.
     """
-    indices, correct, weights = zip(*targets)
-    correct, weights, scores = np.array(correct), np.array(weights), np.float32(scores)
+    indices, *columns = zip(*targets)
+    correct, weights, lengths = map(np.array, columns)
+    scores = np.float32(np.divide(scores, lengths) if normalize else scores)
     groups = group_choices(indices)
     # Of equal scores, the first counts. An example has the weight of its answer, or if
     # the choices are classes, that of its first choice.
@@ -297,8 +298,9 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
             )
     numbered = (infer.Example(*pair) for pair in id_pairs)
     scores = np.array(list(infer.process_examples(params, cfg, numbered, "score")))
+    lengths = [len(targets) for _, targets in id_pairs]
     if normalize:
-        scores /= [len(targets) for _, targets in id_pairs]
+        scores /= lengths
     lines = []
     for group in groups:
         best = group[np.argmax(np.float32(scores[group]))]
@@ -310,7 +312,7 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
             "is_correct": correct[best],
         }
         lines.append(choices[group[0]] | line)
-    targets = zip(indices, correct, weights)
+    targets = zip(indices, correct, weights, lengths)
     kinds = {tuple(x.get("answer_choices", task.choices)) for x in examples}
     num_classes = len(kinds.pop()) if len(kinds) == 1 else None
     return rank_classification(targets, scores, num_classes), lines

@@ -775,13 +775,13 @@ def test_lesson_evaluate_the_most_probable_choice_is_the_answer():
 
     Long choices are at a disadvantage, unless the score is divided by their length.
     """
-    choices = [  # (index, is_correct, weight)
-        *(((0, 0), True, 1.0), ((0, 1), False, 1.0)),
-        *(((1, 0), False, 1.0), ((1, 1), True, 1.0)),
+    choices = [  # (index, is_correct, weight, length in tokens)
+        *(((0, 0), True, 1.0, 1), ((0, 1), False, 1.0, 1)),
+        *(((1, 0), False, 1.0, 1), ((1, 1), True, 1.0, 4)),
     ]
-    scores, lengths = [-1.0, -2.0, -1.0, -2.0], [1, 1, 1, 4]
+    scores = [-1.0, -2.0, -1.0, -2.0]
     assert evaluate.rank_classification(choices, scores) == {"accuracy": 50.0}
-    normalized = evaluate.rank_classification(choices, np.divide(scores, lengths))
+    normalized = evaluate.rank_classification(choices, scores, normalize=True)
     assert normalized == {"accuracy": 100.0}
 
 
@@ -2384,9 +2384,9 @@ def test_answers_of_squad_are_a_text_or_a_list_or_a_dict(given, expected):
 
 
 def ranked(correct, counts, weights=None):
-    """Choices (index, is_correct, weight), for sets of correct choices."""
+    """Choices (index, is_correct, weight, length), for sets of correct choices."""
     return [
-        ((i, j), j in right, (weights or {}).get(i, 1.0))
+        ((i, j), j in right, (weights or {}).get(i, 1.0), j + 1)
         for i, (right, n) in enumerate(zip(correct, counts))
         for j in range(n)
     ]
@@ -2404,6 +2404,8 @@ def test_rank_classification_equals_that_of_t5():
     assert found == rank(two, scores, 2)
     uneven = ranked([{0}, {2}, {0}], [2, 3, 1])
     assert rank(uneven, [-2, -1, -3, -2, -1, 0])["accuracy"] == pytest.approx(200 / 3)
+    normalized = rank(uneven, [-2, -3, -3, -2, -3, 0], normalize=True)
+    assert normalized["accuracy"] == pytest.approx(100 / 3)
     several = ranked([{0, 1}, {2}], [3, 3])
     assert rank(several, [0, 1, -1, 0, 1, 0], 3) == {"accuracy": 50.0}
     three = rank(ranked([{0}, {2}], [3, 3]), [1, 0, 0, 1, 0, 0], 3)
