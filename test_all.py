@@ -116,13 +116,6 @@ def make_batch(cfg=SMALL, lengths=UNEVEN, seed=0):
     return jax.tree.map(jnp.asarray, batch)
 
 
-def place(params, cfg):
-    """Put parameters on the devices of the current mesh."""
-    table = model.param_table(cfg.model)
-    specs = jax.tree.map(lambda p: partition.spec(p.axes, cfg.mesh.fsdp), table)
-    return jax.device_put(params, specs)
-
-
 def assert_close(a, b, tolerance=1e-5):
     """Compare two trees, relative to the largest value of each leaf of the second one."""
     leaves = zip(jax.tree_util.tree_leaves_with_path(a), jax.tree.leaves(b), strict=True)
@@ -135,81 +128,6 @@ def assert_close(a, b, tolerance=1e-5):
 def assert_equal(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert_array_equal(np.asarray(x), np.asarray(y))
-
-
-def recorded(name):
-    """Open a recorded result of T5X: a member of assets/t5x_cases.zip."""
-    return zipfile.ZipFile(HERE / "assets/t5x_cases.zip").open(name)
-
-
-def unflatten(arrays):
-    """{"params/embed": array} becomes {"embed": array}."""
-    return flax.traverse_util.unflatten_dict(arrays, sep="/")["params"]
-
-
-def start(*args, cwd=HERE, devices=1, optimized=False):
-    """Start a script, and return its process."""
-    args = [sys.executable, *map(str, args)]
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
-    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS") if optimized else ():
-        env.pop(name, None)
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        args, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
-    )
-
-
-def command(*args, stdin="", **options):
-    """Run a script, such as command("infer.py", "--run_dir", run). Returns its output."""
-    process = start(*args, **options)
-    output, errors = process.communicate(stdin, timeout=600)
-    assert process.returncode == 0, output + errors
-    return output
-
-
-@contextlib.contextmanager
-def own_tables():
-    """Forget the tasks, mixtures, metrics and vocabulary that are added within."""
-    tables = configs.TASKS, configs.MIXTURES, configs.METRICS
-    before = [dict(table) for table in tables]
-    try:
-        yield
-    finally:
-        configs.VOCABULARY = None
-        for table, entries in zip(tables, before):
-            table.clear()
-            table.update(entries)
-
-
-@pytest.fixture
-def tables():
-    with own_tables():
-        yield
-
-
-def run(line):
-    """Call main() of a script here, such as run("infer --raw"). Returns its output."""
-    script, *words = line.split()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as output,
-        own_tables(),
-    ):
-        patch.setattr(sys, "argv", [f"{script}.py", *words])
-        patch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
-        patch.setattr(partition, "start_jax", lambda cfg: None)
-        patch.setattr(train, "catch_signals", lambda: lambda step: False)
-        sys.modules[script].main()
-    return output.getvalue()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled(tmp_path_factory):
-    """Compile equal programs once, also in other processes."""
-    folder = str(tmp_path_factory.mktemp("compiled"))
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 # ---- lessons: model, data, train, infer, partition, evaluate ---------------------------
@@ -228,12 +146,6 @@ def make_packed(cfg=SMALL, seed=0):
     inputs, input_segments, targets, segments = sides
     shifted = data.shift_right(targets, segments)
     return data.Batch(inputs, input_segments, shifted, targets, segments)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def loss_and_gradients(params, batch, cfg):
-    """Return ((loss, sums), gradients) of model.loss_fn."""
-    return jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch, cfg)
 
 
 def test_lesson_model_rms_norm_divides_by_the_root_mean_square():
@@ -366,8 +278,6 @@ BYTES = change(
     model=dict(vocab_size=384),
     data=dict(task="text_to_text", vocab="bytes", inputs_length=48, targets_length=16),
 )
-
-
 TOKENIZER = data.load_tokenizer(BYTES)
 
 
@@ -783,6 +693,97 @@ def test_lesson_evaluate_the_most_probable_choice_is_the_answer():
     assert evaluate.rank_classification(choices, scores) == {"accuracy": 50.0}
     normalized = evaluate.rank_classification(choices, scores, normalize=True)
     assert normalized == {"accuracy": 100.0}
+
+
+# ---- helpers of the other tests --------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def loss_and_gradients(params, batch, cfg):
+    """Return ((loss, sums), gradients) of model.loss_fn."""
+    return jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch, cfg)
+
+
+def place(params, cfg):
+    """Put parameters on the devices of the current mesh."""
+    table = model.param_table(cfg.model)
+    specs = jax.tree.map(lambda p: partition.spec(p.axes, cfg.mesh.fsdp), table)
+    return jax.device_put(params, specs)
+
+
+def recorded(name):
+    """Open a recorded result of T5X: a member of assets/t5x_cases.zip."""
+    return zipfile.ZipFile(HERE / "assets/t5x_cases.zip").open(name)
+
+
+def unflatten(arrays):
+    """{"params/embed": array} becomes {"embed": array}."""
+    return flax.traverse_util.unflatten_dict(arrays, sep="/")["params"]
+
+
+def start(*args, cwd=HERE, devices=1, optimized=False):
+    """Start a script, and return its process."""
+    args = [sys.executable, *map(str, args)]
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS") if optimized else ():
+        env.pop(name, None)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        args, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def command(*args, stdin="", **options):
+    """Run a script, such as command("infer.py", "--run_dir", run). Returns its output."""
+    process = start(*args, **options)
+    output, errors = process.communicate(stdin, timeout=600)
+    assert process.returncode == 0, output + errors
+    return output
+
+
+@contextlib.contextmanager
+def own_tables():
+    """Forget the tasks, mixtures, metrics and vocabulary that are added within."""
+    tables = configs.TASKS, configs.MIXTURES, configs.METRICS
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        configs.VOCABULARY = None
+        for table, entries in zip(tables, before):
+            table.clear()
+            table.update(entries)
+
+
+@pytest.fixture
+def tables():
+    with own_tables():
+        yield
+
+
+def run(line):
+    """Call main() of a script here, such as run("infer --raw"). Returns its output."""
+    script, *words = line.split()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        own_tables(),
+    ):
+        patch.setattr(sys, "argv", [f"{script}.py", *words])
+        patch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
+        patch.setattr(partition, "start_jax", lambda cfg: None)
+        patch.setattr(train, "catch_signals", lambda: lambda step: False)
+        sys.modules[script].main()
+    return output.getvalue()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(tmp_path_factory):
+    """Compile equal programs once, also in other processes."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 # ---- configs ---------------------------------------------------------------------------
