@@ -113,7 +113,6 @@ class TrainConfig:
     infer_every: int = 0  # steps between evaluations of generated text
     save_every: int = 1000  # steps between checkpoints
     keep: int = 3  # newest checkpoints to keep; 0 means all
-    keep_best: str = ""  # metric, or min:metric, whose best checkpoint is kept, too
     seed: int = 0  # of weights, order of examples, removed spans, dropout and sampling
 
     def __post_init__(self):
@@ -206,7 +205,7 @@ C4_TRAIN = TrainConfig(steps=100_000, batch_size=256, eval_every=2000)
 # 20,000 steps on top of a published checkpoint, as in t5x/configs/runs/finetune.gin.
 FINETUNE = TrainConfig(
     start_step=1_000_000, steps=1_020_000, learning_rate=1e-3, schedule="constant",
-    infer_every=1000, eval_batches=0, save_every=5000)
+    infer_every=1000, eval_batches=0, save_every=5000, keep=0)
 
 RECIPES = {
     # A first try on the documentation of Python: nothing is downloaded.
@@ -338,7 +337,7 @@ def change_settings(options: Options, argv: list[str] | None) -> Options:
 CHANGEABLE = (
     "decode mesh model.attention model.loss model.remat train.steps "
     "train.microbatches train.log_every train.eval_every train.infer_every "
-    "train.eval_batches train.save_every train.keep train.keep_best data.tfds_dir"
+    "train.eval_batches train.save_every train.keep data.tfds_dir"
 ).split()
 
 

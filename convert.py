@@ -683,7 +683,7 @@ def convert(
         dst: The new folder, which appears when it is complete.
         to: The format of dst; plain is a run of plain T5.
         dtype: The number type of the weights in dst.
-        step: The checkpoint of a run: latest, best or a number.
+        step: The checkpoint of a run: latest or a number.
     """
     source, destination, np_dtype = configs.to_path(src), Path(dst), jnp.dtype(dtype)
     if to == "plain" and (is_run(source) or dtype != "float32"):

@@ -19,7 +19,7 @@ import math
 import re
 import string
 from dataclasses import dataclass, replace
-from typing import Callable, Literal
+from typing import Literal
 
 import jax
 import numpy as np
@@ -95,16 +95,6 @@ def held_out_example(params, cfg: Config, batch: data.Batch, tokenizer) -> str:
         texts = [tokenizer.decode(ids) for ids in (inputs, targets, outputs[0])]
     labels = "inputs", "truth", "model"
     return "\n".join(f"  {label:8} {text}" for label, text in zip(labels, texts))
-
-
-LOSSES = {"loss", "cross_ent_loss", "z_loss", "content_loss", "bits_per_byte"}
-
-
-def best_of(keep_best: str) -> tuple[str, Callable]:
-    """Return the name of a metric, and max or, for losses and min:NAME, min."""
-    name = keep_best.removeprefix("min:")
-    lowest = name != keep_best or name.split("/")[-1] in LOSSES
-    return name, min if lowest else max
 
 
 # ---- metrics on generated text ---------------------------------------------------------
@@ -449,7 +439,7 @@ class Options(configs.Options):
     split: str = "validation"
     # empty means predict for tasks with metrics, and loss for all others
     mode: Literal["", "loss", "predict", "rank"] = ""
-    step: str = "latest"  # a step, latest, best or all
+    step: str = "latest"  # a step, latest or all
     output: str = ""  # folder of metrics and outputs; empty means RUN/eval
     normalize: bool = False  # whether to rank by the mean score of a choice's tokens
     csv: str = ""  # file for a table of all metrics of held-out examples

@@ -612,7 +612,7 @@ class Options(configs.Options):
     # generate texts, score the targets, or write the mean vectors of the encoder
     mode: Literal["predict", "score", "encode"] = "predict"
     raw: bool = False  # print the generated text alone, not the input with filled gaps
-    step: str = "latest"  # a step, latest or best
+    step: str = "latest"  # a step, or latest
     shard: str = "0/1"  # I/N reads every N-th line, beginning with line I
 
 

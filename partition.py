@@ -351,11 +351,6 @@ class Checkpoints:
         """Return the steps of all complete checkpoints, in ascending order."""
         return [x for x in self.started() if (self.path(x) / "complete").exists()]
 
-    def best(self) -> list[int]:
-        """Return the step that the file `best` names, which is never removed, or []."""
-        path = self.folder / "best"
-        return [int(path.read_text())] if path.exists() else []
-
     def save(self, arrays: dict[str, jax.Array], step: int, data_state=None) -> None:
         """Write a checkpoint, which is complete when all processes have written.
 
@@ -373,9 +368,9 @@ class Checkpoints:
             self.remove_old()
 
     def remove_old(self) -> None:
-        """Remove interrupted saves, and all checkpoints but the newest and the best."""
+        """Remove interrupted saves, and all checkpoints but the newest."""
         newest = self.steps()[-self.keep :]  # With --train.keep 0, [-0:] are all.
-        for step in {*self.started()} - {*newest, *self.best()}:
+        for step in {*self.started()} - {*newest}:
             path = self.path(step)
             # Without `complete`, a folder that is half deleted does not count.
             (path / "complete").unlink(missing_ok=True)
@@ -398,14 +393,9 @@ def newest_checkpoint(source: Path | str) -> Path | None:
 
 
 def resolve_step(run_dir: Path | str, name: str) -> int:
-    """Return the step that "latest", "best" (by --train.keep_best) or a number names."""
-    checkpoints = Checkpoints(run_dir)
-    steps = checkpoints.steps()
-    named = {"latest": steps[-1:], "best": checkpoints.best()}
-    chosen = [int(name)] if name.isdecimal() else named.get(name, [])
-    if not set(chosen) & set(steps):
-        raise UserError(
-            f"There is no step {name}: {run_dir} has the steps {steps}, and a best one "
-            f"with --train.keep_best."
-        )
+    """Return the step that "latest" or a number names."""
+    steps = Checkpoints(run_dir).steps()
+    chosen = steps[-1:] if name == "latest" else [x for x in steps if str(x) == name]
+    if not chosen:
+        raise UserError(f"There is no step {name}: {run_dir} has the steps {steps}.")
     return chosen[0]

@@ -1559,7 +1559,7 @@ def test_each_number_is_written_once(tmp_path):
     assert all(len(shards) == 1 for shards in headers.values())
 
 
-def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
+def test_the_newest_checkpoints_are_kept(tmp_path):
     """Incomplete folders are removed, and other folders are not touched."""
     arrays, template = a_vector()
     checkpoints = partition.Checkpoints(tmp_path, keep=2)
@@ -1569,16 +1569,14 @@ def test_the_newest_checkpoints_and_the_best_are_kept(tmp_path):
     for step in (0, 1, 2, 4, 5):
         checkpoints.save(arrays, step)
         assert partition.newest_checkpoint(tmp_path) == checkpoints.path(step)
-        if step == 1:
-            configs.write_file(tmp_path / "checkpoints/best", "1")
-    assert checkpoints.steps() == [1, 4, 5]
+    assert checkpoints.steps() == [4, 5]
     names = {path.name for path in (tmp_path / "checkpoints").glob("step*")}
-    assert names == {f"step_{n:08}" for n in (1, 4, 5)} | {"step_00000002_copy"}
-    found = [partition.resolve_step(tmp_path, name) for name in ("latest", "best", "4")]
-    assert found == [5, 1, 4]
+    assert names == {f"step_{n:08}" for n in (4, 5)} | {"step_00000002_copy"}
+    found = [partition.resolve_step(tmp_path, name) for name in ("latest", "4")]
+    assert found == [5, 4]
     assert partition.newest_checkpoint(checkpoints.path(4)) == checkpoints.path(4)
     for name in ("2", "newest"):
-        with pytest.raises(UserError, match="1, 4, 5"):
+        with pytest.raises(UserError, match="4, 5"):
             partition.resolve_step(tmp_path, name)
 
 
@@ -2486,15 +2484,6 @@ def test_a_text_becomes_a_value_and_the_values_become_metrics():
         evaluate.compute_metrics(task._replace(metrics=("f2",)), lines)
 
 
-@pytest.mark.parametrize(
-    "name, best",
-    [("training_eval/t/bits_per_byte", min), ("training_eval/t/accuracy", max),
-     ("inference_eval/t:a/bleu", max), ("min:inference_eval/t:a/wer", min)],
-)  # fmt: skip
-def test_the_best_value_is_the_lowest_of_losses_and_where_it_is_said(name, best):
-    assert evaluate.best_of(name) == (name.removeprefix("min:"), best)
-
-
 @pytest.fixture
 def evaluated(byte_run, tmp_path, monkeypatch):
     """A function that evaluates byte_run on a task with some rows."""
@@ -2835,25 +2824,6 @@ def test_the_first_signal_stops_after_a_step_and_the_second_kills(number):
     assert signal.getsignal(number) == signal.SIG_DFL
     for n, handler in handlers.items():
         signal.signal(n, handler)
-
-
-@pytest.mark.parametrize("metric, best", [("loss", 3), ("accuracy", 4)])
-def test_the_best_checkpoint_is_kept(tmp_path, quiet, monkeypatch, metric, best):
-    """The lowest loss is the best, and the latest highest accuracy, of saved steps."""
-    values = itertools.cycle([(9, 5), (7, 6), (1, 1), (8, 6), (math.nan, math.nan)])
-
-    def evaluate_loss(*_):
-        return dict(zip(("loss", "accuracy"), next(values)))
-
-    monkeypatch.setattr(evaluate, "evaluate_loss", evaluate_loss)
-    monkeypatch.setattr(train, "is_due", lambda every, step, t: every > 0 and step != 5)
-    every = dict(save_every=1, eval_every=1, keep=1)
-    metric = f"training_eval/random/{metric}"
-    checkpoints = train_small(tmp_path, keep_best=metric, **every)
-    assert checkpoints.steps() == [best, 6]
-    assert partition.resolve_step(tmp_path, "best") == best
-    with pytest.raises(UserError, match="none of .*/loss"):
-        train_small(tmp_path / "misspelt", keep_best=f"{metric}s", **every)
 
 
 def test_a_failed_evaluation_costs_no_training(tmp_path, quiet, monkeypatch):
@@ -3750,7 +3720,7 @@ def test_job_c4_and_an_exact_restart(pretrained, here):
 
 
 def test_job_translation(pretrained, here):
-    """evaluate.py gives the best checkpoint the BLEU that it had during training."""
+    """evaluate.py gives each checkpoint the BLEU that it had during training."""
     pairs = [{"en": x, "de": " ".join(x.split()[::-1])} for x in sentences(80)]
     for split, rows in {"train": pairs, "validation": pairs[:10]}.items():
         write_jsonl(Path(f"{split}.jsonl"), rows)
@@ -3759,20 +3729,19 @@ def test_job_translation(pretrained, here):
     run(
         f"train --config small_wmt_finetune --run_dir wmt --init_from {pretrained} "
         f"{FINETUNE} --data.source jsonl:{{split}}.jsonl --train.steps 1000150 "
-        "--train.keep 1 --train.eval_batches 0 --decode.beams 2"
+        "--train.eval_batches 0 --decode.beams 2"
     )
     assert_learns("wmt")
     name = "inference_eval/wmt_t2t_ende_v003/bleu"
     bleu = values_of("wmt", name)
-    best = max(reversed(bleu), key=bleu.get)  # of equal ones, the latest
-    assert len(bleu) == 3 and bleu[best] > 90
-    assert set(partition.Checkpoints("wmt").steps()) == {best, 1_000_150}
+    assert max(bleu.values()) > 90
+    assert partition.Checkpoints("wmt").steps() == [*bleu] and len(bleu) == 3
     run(
-        "evaluate --run_dir wmt --step best --csv bleu.csv --plot bleu.png "
+        "evaluate --run_dir wmt --step all --csv bleu.csv --plot bleu.png "
         "--data.source tsv:{split}.tsv --output eval"
     )
-    assert values_of("eval", name) == {best: pytest.approx(bleu[best])}
-    line = Path(f"eval/wmt_t2t_ende_v003-{best:08}.jsonl").read_text().splitlines()[0]
+    assert values_of("eval", name) == pytest.approx(bleu)
+    line = Path("eval/wmt_t2t_ende_v003-01000150.jsonl").read_text().splitlines()[0]
     assert json.loads(line)["inputs"] == f"translate English to German: {pairs[0]['en']}"
     assert Path("bleu.csv").exists() and Path("bleu.png").exists()
 
@@ -3815,15 +3784,14 @@ def test_job_own_tasks_mixture_metric_and_vocabulary(here):
         Path(f"{split}.csv").write_text("\n".join(rows))
     Path("mine.py").write_text(OWN)
     run(
-        f"train --config mine.py {SIZE} {FINETUNE} --train.eval_batches 0 --train.keep 1 "
-        "--train.start_step 0 --train.steps 100 --train.keep_best min:inference_eval/next/wrong"
+        f"train --config mine.py {SIZE} {FINETUNE} --train.eval_batches 0 "
+        "--train.start_step 0 --train.steps 100"
     )
     Path("mine.py").unlink()
     assert_learns("runs/mine")
     wrong = values_of("runs/mine", "inference_eval/next/wrong")
-    best = min(reversed(wrong), key=wrong.get)
-    run("evaluate --run_dir runs/mine --tasks next --step best --output eval")
-    assert values_of("eval", "inference_eval/next/wrong") == {best: wrong[best]}
+    run("evaluate --run_dir runs/mine --tasks next --output eval")
+    assert values_of("eval", "inference_eval/next/wrong") == {100: wrong[100]}
     assert "100.0000" in run("evaluate --run_dir runs/mine --tasks yes --mode rank")
     assert run("infer --run_dir runs/mine alpha") == "yes\n"
 
@@ -3941,7 +3909,6 @@ WRONG = [
     ("evaluate --run_dir RUN --split dev", "dev"),
     ("evaluate --run_dir RUN --mode rank", "c4_v220_span_corruption"),
     ("evaluate --run_dir RUN --step 7", "step 7"),
-    ("evaluate --run_dir RUN --step best", "step best"),
     ("evaluate --run_dir RUN --tasks jsonl:pairs.jsonl --mode rank", "Example 1"),
     ("infer --run_dir RUN --input pairs.jsonl", "--output"),
     ("infer --run_dir RUN --shard 1/2 text", "--output"),

@@ -391,9 +391,8 @@ class Log:
 class Evaluations:
     """Evaluate the model during training, on held-out examples of each task."""
 
-    def __init__(self, cfg: Config, tokenizer: data.Tokenizer, log, checkpoints):
-        self.cfg, self.tokenizer = cfg, tokenizer
-        self.log, self.checkpoints = log, checkpoints
+    def __init__(self, cfg: Config, tokenizer: data.Tokenizer, log: Log):
+        self.cfg, self.tokenizer, self.log = cfg, tokenizer, log
         train_cfg = cfg.train
         self.groups = {}  # {group of metrics: (steps between evaluations, function)}
         evaluates = train_cfg.eval_every or train_cfg.infer_every
@@ -413,15 +412,6 @@ class Evaluations:
                 f"unigram  {baseline:.3f} nats per content token of held-out {name}, for "
                 f"a model that knows only how often each token occurs"
             )
-        if train_cfg.keep_best:
-            metric, choose = evaluate.best_of(train_cfg.keep_best)
-            if metric.rpartition("/")[0] not in self.groups:
-                raise UserError(
-                    f"--train.keep_best {metric} is no metric of this run. It evaluates "
-                    f"{[*self.groups]}, and a metric is one of these, then /loss or "
-                    f"another name."
-                )
-            print(f"best     the {choose.__name__}imum {metric}: its checkpoint is kept")
 
     def __call__(self, step: int, params: dict) -> bool:
         """Make the evaluations that are due and not in the log. Return whether any was."""
@@ -434,8 +424,6 @@ class Evaluations:
                 values = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
                 tqdm.write(f"step {step:,}: held-out {name}: {values}")
                 evaluated = True
-        if evaluated and train_cfg.keep_best and partition.is_main_process():
-            self.mark_best(*evaluate.best_of(train_cfg.keep_best))
         return evaluated
 
     def measure_loss(self, batches: list, step: int, params: dict) -> dict[str, float]:
@@ -452,24 +440,6 @@ class Evaluations:
         if partition.is_main_process():
             evaluate.write_lines(self.log.run_dir / "eval", name, step, lines)
         return metrics
-
-    def mark_best(self, metric: str, choose: Callable) -> None:
-        """Write the step with the best value of a metric to checkpoints/best."""
-        saved = self.checkpoints.steps()
-        values = {
-            line["step"]: line[metric]
-            for line in self.log.lines
-            if line["step"] in saved and not math.isnan(line.get(metric, math.nan))
-        }
-        if not values:
-            group = metric.rpartition("/")[0] + "/"
-            names = {x for line in self.log.lines for x in line if x.startswith(group)}
-            if names and metric not in names:
-                raise UserError(f"--train.keep_best {metric} is none of {sorted(names)}.")
-            return
-        best = choose(reversed(values), key=values.get)  # of equal ones, the latest
-        configs.write_file(self.checkpoints.folder / "best", str(best))
-        self.checkpoints.remove_old()  # such as the one that was the best
 
 
 # ---- the start of a run ----------------------------------------------------------------
@@ -551,7 +521,7 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
         compiled_step = compiling.result()
     log = Log(run_dir, step)
     checkpoints = partition.Checkpoints(run_dir, cfg.train.keep)
-    evaluations = Evaluations(cfg, tokenizer, log, checkpoints)
+    evaluations = Evaluations(cfg, tokenizer, log)
     if resume_from:  # A kill may have prevented the evaluations of this checkpoint.
         evaluations(step, state.params)
     step = loop(cfg, compiled_step, state, batches, log, checkpoints, evaluations)
