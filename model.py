@@ -239,7 +239,9 @@ def dot_product_attention(
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
-        scores += repeat(bias, len(q))
+        # A product with ones repeats the bias for all rows. The gradient is a product,
+        # too, which is faster on a CPU than a sum.
+        scores += jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
     probs = jax.nn.softmax(jnp.where(mask, scores, -1e10), axis=-1)
     return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
 
@@ -506,11 +508,6 @@ def dense(x: Array, w: Array) -> Array:
         # 1.4 times as fast on a CPU. A TPU would have to copy the activations.
         return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
     return x @ w
-
-
-def repeat(bias: Array, B: int) -> Array:
-    """Repeat a bias for B rows. Its gradient is a matmul, faster on a CPU than a sum."""
-    return jnp.einsum("b,hqk->bhqk", jnp.ones(B), bias)
 
 
 def attend_on_mesh(
