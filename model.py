@@ -295,7 +295,7 @@ def mlp(w: dict, x: Array, arch: ModelConfig, rng: Array | None = None) -> Array
 def embed(params: dict, ids: Array, arch: ModelConfig, rng: Array | None = None) -> Array:
     """Look up the embedding vector of each token id [B, Q]. T5 does not scale them."""
     # Cast after the lookup: the gradient sums over the occurrences of a token in float32.
-    x = params["embed"][ids].astype(compute_dtype(arch))
+    x = params["embed"][ids].astype(resolve_auto(arch).dtype)
     return dropout(shard(x, "batch", None, None), arch.dropout, rng)
 
 
@@ -452,7 +452,7 @@ def loss_sums(
 ) -> tuple[Array, dict]:
     """Compute plain_loss_sums, or the same in chunks of tokens, which saves memory."""
     compute = plain_loss_sums
-    if implementations(cfg.model)["loss"] == "chunked":
+    if resolve_auto(cfg.model).loss == "chunked":
         from extras import chunked_loss
 
         compute = chunked_loss.chunked_sums  # the same result, with less memory
@@ -482,23 +482,21 @@ def mean_metrics(sums: dict) -> dict:
 # This section changes where and how the model is computed, but not what.
 
 
-def implementations(arch: ModelConfig) -> dict[str, str]:
-    """Return which attention and loss run: "xla" is in this file, others in extras/."""
+def resolve_auto(arch: ModelConfig) -> ModelConfig:
+    """Replace "auto" by what suits the platform.
+
+    The dtype is that of activations and matmuls: parameters are always float32. Attention
+    and loss "xla" are in this file, others in extras/.
+    """
     platform = partition.platform()
-    attention = "kernel" if configs.HAS_EXTRAS and platform != "cpu" else "xla"
     # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
     chunks = platform == "tpu" or arch.vocab_size > 1 << 16
-    loss = "chunked" if configs.HAS_EXTRAS and chunks else "xla"
-    return {
-        "attention": attention if arch.attention == "auto" else arch.attention,
-        "loss": loss if arch.loss == "auto" else arch.loss,
+    best = {
+        "dtype": "float32" if platform == "cpu" else "bfloat16",
+        "attention": "kernel" if configs.HAS_EXTRAS and platform != "cpu" else "xla",
+        "loss": "chunked" if configs.HAS_EXTRAS and chunks else "xla",
     }
-
-
-def compute_dtype(arch: ModelConfig) -> str:
-    """Return the dtype of activations and matmuls. Parameters are always float32."""
-    automatic = "float32" if partition.platform() == "cpu" else "bfloat16"
-    return automatic if arch.dtype == "auto" else arch.dtype
+    return replace(arch, **{k: v for k, v in best.items() if getattr(arch, k) == "auto"})
 
 
 def dense(x: Array, w: Array) -> Array:
@@ -518,7 +516,7 @@ def attend_on_mesh(
     rel_bias [H, R]: the position biases, or None in cross-attention.
     """
     attend = dot_product_attention
-    if implementations(arch)["attention"] == "kernel":
+    if resolve_auto(arch).attention == "kernel":
         from extras import attention_kernel
 
         attend = attention_kernel.attend  # faster; on a GPU, with a bias in bfloat16

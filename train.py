@@ -499,8 +499,9 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     abstract, lowered = lower_step(cfg, mesh)
     print(f"model    {model.describe_model(cfg)}")
     kind = mesh.devices.flat[0].device_kind
-    forms = model.implementations(cfg.model)
+    arch = model.resolve_auto(cfg.model)
     print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
+    forms = {"attention": arch.attention, "loss": arch.loss}
     replaced = [f"{name} ({form})" for name, form in forms.items() if form != "xla"]
     if replaced:
         print(f"extras   compute instead of model.py: {', '.join(replaced)}")

@@ -124,17 +124,19 @@ def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
 
 def test_auto_chooses_the_faster_forms(monkeypatch):
     large = replace(SMALL.model, vocab_size=250_112)  # that of mT5
-    assert model.implementations(SMALL.model) == {"attention": "xla", "loss": "xla"}
-    assert model.implementations(large) == {"attention": "xla", "loss": "chunked"}
+
+    def forms(arch):
+        found = model.resolve_auto(replace(arch, dtype="auto"))
+        return found.dtype, found.attention, found.loss
+
+    assert forms(SMALL.model) == ("float32", "xla", "xla")
+    assert forms(large) == ("float32", "xla", "chunked")
     monkeypatch.setattr(partition, "platform", lambda: "tpu")
-    assert model.implementations(SMALL.model) == {
-        "attention": "kernel",
-        "loss": "chunked",
-    }
+    assert forms(SMALL.model) == ("bfloat16", "kernel", "chunked")
     monkeypatch.setattr(partition, "platform", lambda: "gpu")
-    assert model.implementations(SMALL.model) == {"attention": "kernel", "loss": "xla"}
+    assert forms(SMALL.model) == ("bfloat16", "kernel", "xla")
     monkeypatch.setattr(configs, "HAS_EXTRAS", False)
-    assert model.implementations(large) == {"attention": "xla", "loss": "xla"}
+    assert forms(large) == ("bfloat16", "xla", "xla")
 
 
 # ---- t5_tasks --------------------------------------------------------------------------
