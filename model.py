@@ -20,7 +20,6 @@ Comments and einsums use these letters for the shapes:
     76961152
 """
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from typing import Callable, Literal
@@ -263,7 +262,7 @@ def attention(
     """Compute multi-head attention for normalized activations x [B, Q, D].
 
     kv: the keys and values of the encoder's output, or None in self-attention.
-    attend: a function (q, k, v) such as `attend_on_mesh` with its other arguments.
+    attend: a function (q, k, v), such as those that `attend_on_mesh` returns.
     """
     rng_probs, rng_out = split_rng(rng, 2)
     q = split_heads(dense(x, w["query"]), arch)
@@ -320,9 +319,7 @@ def encode(
 
     def layer(w, x, rng):
         rel_bias = relative_bias(params["encoder"], w["attention"], arch)
-        attend = functools.partial(
-            attend_on_mesh, mask=mask, arch=arch, rel_bias=rel_bias, bidirectional=True
-        )
+        attend = attend_on_mesh(mask, arch, rel_bias, bidirectional=True)
         return encoder_layer(w, x, attend, arch, rng)
 
     x = embed(params, inputs, arch, rng_embed)
@@ -357,13 +354,11 @@ def decode(params: dict, batch, encoded: Array, arch: ModelConfig, rng=None) -> 
     segments = batch.target_segments
     mask = attention_mask(segments, segments, causal=True)
     cross_mask = attention_mask(segments, batch.input_segments)
-    cross_attend = functools.partial(attend_on_mesh, mask=cross_mask, arch=arch)
+    cross_attend = attend_on_mesh(cross_mask, arch)
 
     def layer(w, x, rng):
         rel_bias = relative_bias(params["decoder"], w["self_attention"], arch)
-        attend = functools.partial(
-            attend_on_mesh, mask=mask, arch=arch, rel_bias=rel_bias
-        )
+        attend = attend_on_mesh(mask, arch, rel_bias)
         cross_kv = keys_values(w["cross_attention"], encoded, arch)
         return decoder_layer(w, x, cross_kv, attend, cross_attend, arch, rng)
 
@@ -509,10 +504,11 @@ def dense(x: Array, w: Array) -> Array:
 
 
 def attend_on_mesh(
-    q, k, v, mask, arch: ModelConfig, rel_bias=None, bidirectional: bool = False
-) -> Array:
-    """Let each device attend for its own rows and heads, without communication.
+    mask: Array, arch: ModelConfig, rel_bias=None, bidirectional: bool = False
+) -> Callable:
+    """Return a function (q, k, v) that computes attention on all devices.
 
+    Each device attends for its own rows and heads, without communication.
     rel_bias [H, R]: the position biases, or None in cross-attention.
     """
     attend = dot_product_attention
@@ -530,7 +526,7 @@ def attend_on_mesh(
     by_head = spec(("batch", "heads"))
     in_specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
     sharded = jax.shard_map(local, in_specs=in_specs, out_specs=by_head, check_vma=False)
-    return sharded(q, k, v, mask, rel_bias)
+    return lambda q, k, v: sharded(q, k, v, mask, rel_bias)
 
 
 def save_attention(operation, *args, **params) -> bool:
