@@ -67,21 +67,26 @@ SINGLE = {
         "decoder.block.0.layer.0.SelfAttention.relative_attention_bias",
     ),
 }
+# The number and the name of each part of a layer in Hugging Face.
 SUBLAYERS = {
-    "encoder/attention": ("attention", "layer.0.SelfAttention"),
-    "encoder/mlp": ("mlp", "layer.1.DenseReluDense"),
-    "decoder/self_attention": ("self_attention", "layer.0.SelfAttention"),
-    "decoder/cross_attention": ("encoder_decoder_attention", "layer.1.EncDecAttention"),
-    "decoder/mlp": ("mlp", "layer.2.DenseReluDense"),
+    "encoder/layers/attention": (0, "SelfAttention"),
+    "encoder/layers/mlp": (1, "DenseReluDense"),
+    "decoder/layers/self_attention": (0, "SelfAttention"),
+    "decoder/layers/cross_attention": (1, "EncDecAttention"),
+    "decoder/layers/mlp": (2, "DenseReluDense"),
 }
-MATRICES = {
-    "query": ("query", "q"),
-    "key": ("key", "k"),
-    "value": ("value", "v"),
-    "out": ("out", "o"),
-    "gate": ("wi_0", "wi_0"),
-    "up": ("wi_1", "wi_1"),  # called "wi" if the MLP has no gate
-    "down": ("wo", "wo"),
+IN_SUBLAYER = {
+    "norm": ("pre_{part}_layer_norm/scale", "layer_norm"),
+    # of UMT5, in every layer
+    "relative_bias": ("relpos_bias/rel_embedding", "{hf}.relative_attention_bias"),
+    "query": ("{t5x}/query/kernel", "{hf}.q"),
+    "key": ("{t5x}/key/kernel", "{hf}.k"),
+    "value": ("{t5x}/value/kernel", "{hf}.v"),
+    "out": ("{t5x}/out/kernel", "{hf}.o"),
+    "gate": ("{t5x}/wi_0/kernel", "{hf}.wi_0"),
+    "up": ("{t5x}/wi_1/kernel", "{hf}.wi_1"),
+    "up without gate": ("{t5x}/wi/kernel", "{hf}.wi"),
+    "down": ("{t5x}/wo/kernel", "{hf}.wo"),
 }
 
 
@@ -90,25 +95,16 @@ def foreign_names(path: str, layer, gated: bool = True) -> tuple[str, str]:
     if path in SINGLE:
         t5x, hf = SINGLE[path]
         return t5x, f"{hf}.weight"
-    sublayer, _, name = path.replace("/layers/", "/").rpartition("/")
-    if sublayer not in SUBLAYERS or name not in {"norm", "relative_bias", *MATRICES}:
+    sublayer, _, name = path.rpartition("/")
+    if sublayer not in SUBLAYERS or name not in IN_SUBLAYER:
         raise UserError(f"No other format has a name for the parameter {path}.")
-    stack, part = sublayer.split("/")
-    t5x, hf = SUBLAYERS[sublayer]
-    t5x_layer, hf_layer = f"{stack}/layers_{layer}", f"{stack}.block.{layer}"
-    if name == "norm":
-        number = hf.rpartition(".")[0]  # such as "layer.0"
-        return (
-            f"{t5x_layer}/pre_{part}_layer_norm/scale",
-            f"{hf_layer}.{number}.layer_norm.weight",
-        )
-    if name == "relative_bias":  # of UMT5, in every layer
-        return (
-            f"{t5x_layer}/relpos_bias/rel_embedding",
-            f"{hf_layer}.{hf}.relative_attention_bias.weight",
-        )
-    x, y = ("wi", "wi") if name == "up" and not gated else MATRICES[name]
-    return f"{t5x_layer}/{t5x}/{x}/kernel", f"{hf_layer}.{hf}.{y}.weight"
+    stack, _, part = sublayer.split("/")
+    t5x = part.replace("cross_attention", "encoder_decoder_attention")
+    number, hf = SUBLAYERS[sublayer]
+    forms = IN_SUBLAYER["up without gate" if name == "up" and not gated else name]
+    t5x, hf = (form.format(part=part, t5x=t5x, hf=hf) for form in forms)
+    hf_layer = f"{stack}.block.{layer}.layer.{number}"
+    return f"{stack}/layers_{layer}/{t5x}", f"{hf_layer}.{hf}.weight"
 
 
 def all_foreign_names(arch: ModelConfig) -> Iterator[tuple]:
