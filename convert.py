@@ -308,8 +308,7 @@ def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
 
 def t5x_names(arrays: dict) -> dict[str, str]:
     """Return {name in Hugging Face: name in T5X} for a model with these arrays."""
-    blocks = re.findall(r"block\.(\d+)\.", " ".join(arrays))
-    depth = 1 + max(map(int, blocks), default=0)
+    depth = len(arrays)  # as many layers as there can be
     bias = foreign_names("encoder/layers/attention/relative_bias", 1)[1]
     arch = ModelConfig(
         num_layers=depth,
@@ -402,7 +401,7 @@ def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndar
     transformers 4, tie_word_embeddings means both. In version 5, which counts here, it is
     the scale alone (mT5 never scales), unless scale_decoder_outputs says otherwise.
     """
-    copies = [f"{stack}embed_tokens.weight" for stack in ("encoder.", "decoder.")]
+    copies = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
     # T5 1.0 was published with a table that its cross-attention does not use.
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     rest = {name: a for name, a in arrays.items() if name not in (*copies, unused)}
