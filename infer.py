@@ -329,7 +329,7 @@ def generate(
 def score(params: dict, batch: data.Batch, arch: ModelConfig) -> Array:
     """Return the log-probability of the targets of each row [B], including EOS."""
     logits = model.forward(params, batch, arch)
-    losses, *_ = model.cross_entropy(logits, batch.targets)
+    losses = model.cross_entropy(logits, batch.targets)["cross_ent_loss"]
     return -jnp.sum(losses, axis=1, where=batch.target_segments > 0)
 
 

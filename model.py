@@ -401,7 +401,7 @@ def forward(params: dict, batch, arch: ModelConfig, rng=None) -> Array:
 
 def cross_entropy(
     logits: Array, targets: Array, z_loss: float = 0.0, label_smoothing: float = 0.0
-) -> tuple[Array, Array, Array]:
+) -> dict[str, Array]:
     """Return the losses of each target token, and whether the prediction is correct.
 
     The losses are the cross entropy and, as in Mesh TensorFlow, the z-loss, which is
@@ -409,7 +409,7 @@ def cross_entropy(
     probability of the target token equally among all others. Like T5X, the entropy of the
     smoothed target is subtracted.
 
-    logits [B, T, V] float32, targets [B, T]. Returns three arrays [B, T].
+    logits [B, T, V] float32, targets [B, T]. Returns {metric: array [B, T]}.
     """
     V = logits.shape[-1]
     # The smoothed target has the probability `on` at the target, and `off` elsewhere.
@@ -423,7 +423,11 @@ def cross_entropy(
     is_largest = target_logit == jnp.max(logits, axis=-1)
     # If all logits are equal, the target has the probability 1 / V, and nothing is right.
     are_equal = target_logit - log_z < 1e-3 - math.log(V)
-    return loss, z_loss * log_z**2, is_largest & ~are_equal
+    return {
+        "cross_ent_loss": loss,
+        "z_loss": z_loss * log_z**2,
+        "accuracy": is_largest & ~are_equal,
+    }
 
 
 def plain_loss_sums(
@@ -436,8 +440,7 @@ def plain_loss_sums(
     """
     logits = compute_logits(unembedding, x, cfg.model)
     losses = cross_entropy(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
-    names = "cross_ent_loss", "z_loss", "accuracy"
-    sums = {name: jnp.sum(loss * loss_weights) for name, loss in zip(names, losses)}
+    sums = {name: jnp.sum(loss * loss_weights) for name, loss in losses.items()}
     sums["tokens"] = jnp.sum(loss_weights)
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 

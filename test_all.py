@@ -263,8 +263,7 @@ def test_lesson_model_the_loss_of_two_tokens_by_hand():
     logits = jnp.log(jnp.array([[[1.0, 2.0, 5.0], [2.0, 1.0, 1.0], [9.0, 1.0, 1.0]]]))
     losses = model.cross_entropy(logits, np.array([[2, 1, 0]]), z_loss=0.1)
     weight, log = np.array([[1.0, 1.0, 0.0]]), math.log
-    names = "cross_ent_loss", "z_loss", "accuracy"
-    sums = {name: jnp.sum(x * weight) for name, x in zip(names, losses)}
+    sums = {name: jnp.sum(x * weight) for name, x in losses.items()}
     found = model.mean_metrics({**sums, "tokens": weight.sum()})
     expected = {"cross_ent_loss": (log(8 / 5) + log(4 / 1)) / 2, "accuracy": 1 / 2}
     expected["z_loss"] = 0.1 * (log(8) ** 2 + log(4) ** 2) / 2
@@ -1853,7 +1852,7 @@ def test_the_loss_equals_that_of_t5x():
         weights = jnp.array(case["weights"]) if one["weighted"] else 1.0
         options = one["z_loss"], one["label_smoothing"]
         losses = model.cross_entropy(logits, targets, *options)
-        loss, z_loss, correct = (jnp.sum(x * weights) for x in losses)
+        loss, z_loss, correct = (jnp.sum(x * weights) for x in losses.values())
         factor = one["loss_normalizing_factor"] or 1
         found = (loss + z_loss) / factor, z_loss / factor
         assert_allclose(found, (one["loss"], one["z_loss_value"]), rtol=2e-6)
@@ -2454,7 +2453,8 @@ def test_the_loss_is_a_mean_over_all_tokens_of_all_batches():
     batches = [data.pad_batch([[5, 1]] * n, targets[-n:], 2, 9) for n in (1, 3)]
     logits = [forward(params, batch, cfg.model) for batch in batches]
     ids = np.concatenate([batch.targets for batch in batches])
-    losses = np.asarray(model.cross_entropy(np.concatenate(logits), ids)[0])
+    losses = model.cross_entropy(np.concatenate(logits), ids)
+    losses = np.asarray(losses["cross_ent_loss"])
     content = losses[(ids > 1) & (ids < 259)]
     found = evaluate.evaluate_loss(params, cfg, batches, tokenizer)
     assert found["cross_ent_loss"] == pytest.approx(losses[ids > 0].mean(), rel=1e-5)
