@@ -144,8 +144,8 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
         return arrays[name].shape
 
     def depth(stack):
-        layers = re.findall(rf"(?m)^{stack}/layers_(\d+)/", "\n".join(arrays))
-        return 1 + max(map(int, layers), default=-1)
+        start = f"{stack}/layers_"
+        return len({name.split("/")[1] for name in arrays if name.startswith(start)})
 
     bias = "encoder/layers/attention/relative_bias"
     layer_biases = foreign_names(bias, 0)[0] in arrays
@@ -607,7 +607,7 @@ def write_run(weights: Weights, folder: Path) -> None:
     if weights.tokenizer:
         weights.tokenizer.save(folder)
         facts["vocabulary"] = weights.tokenizer.sha256
-    arrays = {name: jnp.asarray(array) for name, array in weights.arrays.items()}
+    arrays = jax.tree.map(jnp.asarray, weights.arrays)
     partition.Checkpoints(folder).save(arrays, weights.step)
     configs.save_run(weights.cfg, folder, **facts)
 

@@ -373,10 +373,10 @@ class Log:
             return
         with self.path.open("a") as file:
             file.write(json.dumps(self.lines[-1]) + "\n")
-        if SummaryWriter and group not in self.writers:
-            folder = str(self.run_dir / "tensorboard" / group)
-            self.writers[group] = SummaryWriter(folder, purge_step=self.first)
         if SummaryWriter:
+            if group not in self.writers:
+                folder = str(self.run_dir / "tensorboard" / group)
+                self.writers[group] = SummaryWriter(folder, purge_step=self.first)
             for name, value in metrics.items():
                 # Like SeqIO, put the metrics of generated text in a section of their own.
                 tag = f"eval/{name}" if group.startswith("inference_eval/") else name
@@ -428,15 +428,17 @@ class Evaluations:
 
     def measure_loss(self, batches: list, step: int, params: dict) -> dict[str, float]:
         """Compute the losses of held-out batches, and show one example."""
-        example = evaluate.held_out_example(params, self.cfg, batches[0], self.tokenizer)
-        tqdm.write(example)
-        return evaluate.evaluate_loss(params, self.cfg, batches, self.tokenizer)
+        cfg, tokenizer = self.cfg, self.tokenizer
+        tqdm.write(evaluate.held_out_example(params, cfg, batches[0], tokenizer))
+        return evaluate.evaluate_loss(params, cfg, batches, tokenizer)
 
     def measure_outputs(self, name: str, step: int, params: dict) -> dict[str, float]:
         """Compute metrics of generated outputs, and write the outputs to RUN_DIR/eval."""
-        args, train_cfg = (params, self.cfg, name), self.cfg.train
-        limit = train_cfg.eval_batches * train_cfg.batch_size or None
-        metrics, lines = evaluate.predict(*args, "validation", self.tokenizer, limit)
+        cfg = self.cfg
+        limit = cfg.train.eval_batches * cfg.train.batch_size or None
+        metrics, lines = evaluate.predict(
+            params, cfg, name, "validation", self.tokenizer, limit
+        )
         if partition.is_main_process():
             evaluate.write_lines(self.log.run_dir / "eval", name, step, lines)
         return metrics
