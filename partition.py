@@ -207,10 +207,10 @@ def shard_file(folder: Path, process: int, processes: int) -> Path:
     return folder / f"shards-{process:05}-of-{processes:05}.msgpack"
 
 
-def write_shards(path: Path, arrays: dict[str, jax.Array], data_state: Any) -> None:
+def write_shards(path: Path, arrays: Any, data_state: Any) -> None:
     """Write the shards that this process has to write, and the state of the data."""
     headers, shards, offset = [], [], 0
-    for name, array in sorted(arrays.items()):
+    for name, array in sorted(flatten(arrays).items()):
         # Devices can hold copies of a shard, which JAX numbers. Every process chooses the
         # same copy, by the name, so that each of them writes a part of the arrays.
         copies = 1 + max(part.replica_id for part in array.global_shards)
@@ -312,7 +312,8 @@ def load_arrays(folder: Path, abstract: Any) -> Any:
             f"settings of the run that wrote the checkpoint."
         )
 
-    def load(name, like):
+    def load(path, like):
+        name = keystr(path, simple=True, separator="/")
         headers = stored.get(name)
         saved = headers and [headers[0]["dtype"], *headers[0]["shape"]]
         needed = [like.dtype.name, *like.shape]
@@ -326,8 +327,7 @@ def load_arrays(folder: Path, abstract: Any) -> Any:
             like.shape, like.sharding, lambda index: read_slice(headers, index, cache)
         )
 
-    arrays = map(load, wanted.keys(), wanted.values())
-    return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
+    return jax.tree.map_with_path(load, abstract)
 
 
 # ---- the checkpoints of a run ----------------------------------------------------------
@@ -351,8 +351,8 @@ class Checkpoints:
         """Return the steps of all complete checkpoints, in ascending order."""
         return [x for x in self.started() if (self.path(x) / "complete").exists()]
 
-    def save(self, arrays: dict[str, jax.Array], step: int, data_state=None) -> None:
-        """Write a checkpoint, which is complete when all processes have written.
+    def save(self, arrays: Any, step: int, data_state: Any = None) -> None:
+        """Write a tree of arrays, which is complete when all processes have written.
 
         They wait for each other, so they must call this after the same step.
         """

@@ -309,7 +309,7 @@ def loop(
             )
         if save_now:
             log.sync()
-            checkpoints.save(partition.flatten(state), step, batches.state)
+            checkpoints.save(state, step, batches.state)
         if stop_now:
             break
         evaluated = evaluations(step, state.params)
