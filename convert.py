@@ -268,8 +268,10 @@ def read_mesh_tensorflow(prefix: Path) -> dict:
 
     params, slots, step = mesh_tensorflow.read(prefix)
     known = t5x_names(params)
-    params = {known.get(name, name): array for name, array in params.items()}
-    slots = {f"{known.get(name, name)}/{slot}": a for (name, slot), a in slots.items()}
+    params, slots = (
+        {known.get(name, name): value for name, value in by_name.items()}
+        for by_name in (params, slots)
+    )
     return {"target": params, "state": {"step": step, "param_states": slots}}
 
 

@@ -97,7 +97,7 @@ def read_tensors(prefix: Path) -> dict[str, np.ndarray]:
 def read(prefix: Path) -> tuple[dict, dict, int]:
     """Return (parameters, slots of Adafactor, step), with the axes of T5X.
 
-    The names are those of Hugging Face. slots: {(name, "v", "v_row" or "v_col"): array}.
+    The names are those of Hugging Face. slots: {name: {"v", "v_row" or "v_col": array}}.
     """
     arrays, params, slots = read_tensors(prefix), {}, {}
     step = int(arrays.pop("global_step"))
@@ -114,5 +114,6 @@ def read(prefix: Path) -> tuple[dict, dict, int]:
         # equal, it belongs to the second axis here, and to the first axis in T5X.
         shape = arrays[variable].shape
         row, column = ("v_col", "v_row") if shape[0] == shape[-1] else ("v_row", "v_col")
-        slots[name, {"vr": row, "vc": column}.get(slot, slot)] = array
+        slot = {"vr": row, "vc": column}.get(slot, slot)
+        slots.setdefault(name, {})[slot] = array
     return params, slots, step

@@ -946,7 +946,7 @@ def test_mesh_tensorflow_names_the_means_of_a_square_matrix_differently(
     }
     monkeypatch.setattr(mesh_tensorflow, "read_tensors", lambda _: arrays)
     _, slots, _ = mesh_tensorflow.read("prefix")
-    assert [slot for _, slot in slots] == [expected]
+    assert [list(by_slot) for by_slot in slots.values()] == [[expected]]
 
 
 # ---- jobs ------------------------------------------------------------------------------
