@@ -56,8 +56,8 @@ def param_table(arch: ModelConfig) -> dict:
     """
     D, F, V, A = arch.d_model, arch.d_ff, arch.vocab_size, arch.num_heads * arch.d_kv
     norm = Param((D,), ("embed",))
-    bias_shape, bias_axes = (arch.num_heads, arch.relative_buckets), ("heads", "buckets")
-    bias = Param(bias_shape, bias_axes, "uniform", (6 / sum(bias_shape)) ** 0.5)
+    H, R = arch.num_heads, arch.relative_buckets
+    bias = Param((H, R), ("heads", "buckets"), "uniform", (6 / (H + R)) ** 0.5)
     # All layers of a stack share one table of position biases. In UMT5, each has its own.
     per_layer = {"relative_bias": bias} if arch.layer_biases else {}
     per_stack = {} if arch.layer_biases else {"relative_bias": bias}
