@@ -370,10 +370,10 @@ def with_network_of(cfg: Config, origin: Config) -> Config:
     return replace(cfg, model=arch, data=text)
 
 
-def run_dir_of(source: str) -> str:
-    """Return the run of RUN or of RUN/checkpoints/step_N."""
+def run_dir_of(source):
+    """Return the path of the run of RUN or of RUN/checkpoints/step_N."""
     path = to_path(source)
-    return str(path.parent.parent if (path / "complete").exists() else path)
+    return path.parent.parent if (path / "complete").exists() else path
 
 
 def load_run(run_dir: str) -> tuple[Config, dict]:

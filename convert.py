@@ -554,7 +554,7 @@ def is_run(source: Path) -> bool:
 
 def read_run(source: Path, step: str) -> Weights:
     """Read all arrays of a checkpoint."""
-    run = configs.to_path(configs.run_dir_of(source))
+    run = configs.run_dir_of(source)
     cfg, _ = configs.load_run(run)
     if source == run:
         source = partition.Checkpoints(run).path(partition.resolve_step(run, step))

@@ -455,10 +455,10 @@ def load_state(
         return partition.load_arrays(checkpoint, abstract)
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
     state = jax.jit(partial(init_state, cfg), out_shardings=shardings)()
-    if not checkpoint:
-        return state
-    loaded = partition.load_arrays(checkpoint, {"params": abstract.params})
-    return state._replace(**loaded)
+    if checkpoint:
+        loaded = partition.load_arrays(checkpoint, {"params": abstract.params})
+        state = state._replace(**loaded)
+    return state
 
 
 def find_start(
