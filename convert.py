@@ -171,7 +171,8 @@ def to_plain(arrays: dict, arch: ModelConfig, source: Path) -> dict[str, np.ndar
     table = partition.flatten({"params": model.param_table(arch)})
     plain = {path: np.empty(param.shape, np.float32) for path, param in table.items()}
     for path, layer, name, hf in all_foreign_names(arch):
-        array, part = arrays.pop(name, None), plain[f"params/{path}"][layer]
+        array = arrays.pop(name, None)
+        part = plain[f"params/{path}"][layer]
         if array is None:
             raise UserError(f"{source} lacks {name} (in Hugging Face {hf}).")
         if array.shape != part.shape or not jnp.issubdtype(array.dtype, jnp.floating):
@@ -572,7 +573,8 @@ def read_model(source: Path, step: str = "latest") -> Weights:
     """Read a model in any format."""
     if is_run(source):
         return read_run(source, step)
-    slots, steps, folders = {}, 0, [source]
+    slots, steps = {}, 0
+    folders = [source]
     if (source / "config.json").exists():
         arrays, arch = read_hf(source)
     else:
@@ -620,7 +622,8 @@ def write_hf(weights: Weights, folder: Path, dtype: np.dtype) -> None:
     Its versions 4 and 5 agree on the logits, because tie_word_embeddings is stated, and
     lm_head.weight is there only if the model is not tied.
     """
-    arch, arrays = weights.cfg.model, {}
+    arch = weights.cfg.model
+    arrays = {}
     for path, layer, _, name in all_foreign_names(arch):
         array = weights.arrays[f"params/{path}"][layer]
         arrays[name] = np.ascontiguousarray(array if path == "embed" else array.T, dtype)
@@ -682,7 +685,8 @@ def convert(
         dtype: The number type of the weights in dst.
         step: The checkpoint of a run: latest or a number.
     """
-    source, destination, np_dtype = configs.to_path(src), Path(dst), jnp.dtype(dtype)
+    source, destination = configs.to_path(src), Path(dst)
+    np_dtype = jnp.dtype(dtype)
     if to == "plain" and (is_run(source) or dtype != "float32"):
         raise UserError(f"{src} is a run already, or {dtype} needs --to hf or --to t5x.")
     if configs.is_remote(dst) or destination.exists() and any(destination.iterdir()):

@@ -176,7 +176,8 @@ def relative_bucket(
     exponentially up to relative_max_distance. In the encoder (bidirectional), half of
     the buckets are for later keys. In the decoder, later keys are masked.
     """
-    num_buckets, offset = arch.relative_buckets, 0
+    num_buckets = arch.relative_buckets
+    offset = 0
     if bidirectional:
         num_buckets //= 2
         offset = (relative_position > 0) * num_buckets

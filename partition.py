@@ -247,7 +247,8 @@ def damaged(path: Path) -> UserError:
 
 def read_manifest(folder: Path) -> tuple[dict[str, list], Any]:
     """Return {array name: headers of its shards}, and the state of the data."""
-    headers, complete = {}, (folder / "complete").read_text()
+    headers = {}
+    complete = (folder / "complete").read_text()
     if not re.fullmatch("[1-9][0-9]*", complete):
         raise damaged(folder / "complete")
     count = int(complete)
@@ -356,7 +357,8 @@ class Checkpoints:
 
         They wait for each other, so they must call this after the same step.
         """
-        folder, count = self.path(step), jax.process_count()
+        folder = self.path(step)
+        count = jax.process_count()
         folder.mkdir(parents=True, exist_ok=True)
         path = shard_file(folder, jax.process_index(), count)
         write_shards(path, arrays, data_state)

@@ -231,7 +231,8 @@ def train_step(
 
 def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]:
     """Return the abstract state, and the training step, lowered for the compiler."""
-    rows, data_size = cfg.train.batch_size, mesh.shape["data"]
+    rows = cfg.train.batch_size
+    data_size = mesh.shape["data"]
     if rows // cfg.train.microbatches % data_size:
         raise UserError(
             f"The rows of a microbatch ({rows} / {cfg.train.microbatches}) cannot be "
@@ -269,8 +270,8 @@ def loop(
 
     compiled_step: train_step as a program for the devices.
     """
-    train_cfg, step = cfg.train, int(state.step)
-    steps, save_every = train_cfg.steps, train_cfg.save_every
+    train_cfg = cfg.train
+    step, steps = int(state.step), train_cfg.steps
     flops = model.train_flops(cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
     must_stop = catch_signals()
     timer_start, timer_step, data_wait = time.perf_counter(), step, 0.0
@@ -283,7 +284,7 @@ def loop(
         # JAX computes the step in the background. Reading a metric waits for its result.
         state, metrics = compiled_step(state, partition.put_batch(batch))
         stop_now = must_stop(step)
-        save_now = is_due(save_every, step, steps) or (stop_now and save_every > 0)
+        save_now = is_due(train_cfg.save_every, step, step if stop_now else steps)
         log_now = is_due(train_cfg.log_every, step, steps)
         if log_now or save_now:
             metrics = jax.device_get(metrics)
@@ -352,8 +353,9 @@ class Log:
     """
 
     def __init__(self, run_dir: Path, step: int):
-        self.run_dir, self.first = run_dir, step + 1
+        self.run_dir = run_dir
         self.path = run_dir / "metrics.jsonl"
+        self.first = step + 1
         lines = evaluate.read_log(self.path)
         self.lines = [line for line in lines if line["step"] <= step]
         self.writers = {}
@@ -415,7 +417,8 @@ class Evaluations:
 
     def __call__(self, step: int, params: dict) -> bool:
         """Make the evaluations that are due and not in the log. Return whether any was."""
-        train_cfg, evaluated = self.cfg.train, False
+        train_cfg = self.cfg.train
+        evaluated = False
         for group, (every, function) in self.groups.items():
             if is_due(every, step, train_cfg.steps) and not self.log.has(step, group):
                 metrics = function(step, params)
@@ -470,7 +473,8 @@ def find_start(
     weights, or the params of `init_from`, whose step and optimizer it takes, too, with
     --train.restore all.
     """
-    train_cfg, resume_from = cfg.train, partition.newest_checkpoint(run_dir)
+    train_cfg = cfg.train
+    resume_from = partition.newest_checkpoint(run_dir)
     checkpoint = resume_from or (init_from and partition.newest_checkpoint(init_from))
     if init_from and not checkpoint:
         raise UserError(f"{init_from} is no checkpoint, and no run that has one.")
@@ -550,7 +554,8 @@ def parse(argv: list[str] | None = None) -> Options:
     """
     flags = configs.first_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
-    init_from, stored = flags.init_from, None
+    init_from = flags.init_from
+    stored = None
     resumes = bool(partition.Checkpoints(run_dir).steps())
     # A run killed before its first checkpoint gives its settings, if no --config does.
     begun = flags.run_dir and (configs.to_path(run_dir) / "config.json").exists()
