@@ -307,22 +307,22 @@ def generate(
     cache, layers = init_decoder(params, encoded, length, arch, N)
 
     def unfinished(carry):
-        t, _, state, _ = carry
+        t, state, _ = carry
         return (t < length) & ~jnp.all(state.done)
 
     def decode_position(carry):
-        t, ids, state, cache = carry
+        t, state, cache = carry
+        ids = state.ids[:, :, t - 1]  # at first the last ones: PAD, the start token of T5
         ancestors = getattr(state, "ancestors", None)
         logits, cache = decode_step(
             params, arch, ids, t, cache, layers, input_segments, ancestors
         )
         # Each device chooses ids for its own rows, from the whole vocabulary.
         logits = shard(logits, "batch", None, None)
-        state = extend(state, jax.nn.log_softmax(logits), t)
-        return t + 1, state.ids[:, :, t], state, cache
+        return t + 1, extend(state, jax.nn.log_softmax(logits), t), cache
 
-    carry = 0, jnp.full((B, N), data.PAD), state, cache  # PAD is the start token of T5
-    return result(lax.while_loop(unfinished, decode_position, carry)[2])
+    _, state, _ = lax.while_loop(unfinished, decode_position, (0, state, cache))
+    return result(state)
 
 
 @jax.jit(static_argnames="arch", out_shardings=P())
