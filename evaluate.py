@@ -121,17 +121,6 @@ def postprocess(task: data.Task, text: str, example: dict, is_target: bool):
     return function(text, example=example, is_target=is_target) if function else text
 
 
-def result_lines(task: data.Task, examples, targets: list, outputs: list) -> list[dict]:
-    """Add the fields output, target and prediction to each example."""
-    lines = []
-    for example, target, output in zip(examples, targets, outputs):
-        target = postprocess(task, target, example, True)
-        prediction = postprocess(task, output, example, False)
-        added = {"output": output, "target": target, "prediction": prediction}
-        lines.append(example | added)
-    return lines
-
-
 def metric_functions(task: data.Task) -> list:
     """Return the metrics of a task, or accuracy if it has none."""
     functions = [METRICS.get(x, x) for x in task.metrics or ("accuracy",)]
@@ -140,23 +129,29 @@ def metric_functions(task: data.Task) -> list:
     return functions
 
 
-def compute_metrics(task: data.Task, lines: list[dict]) -> dict:
-    """Return the metrics of a task, such as {"accuracy": 50.0}."""
-    targets = [line["target"] for line in lines]
-    predictions = [line["prediction"] for line in lines]
+def compare(task: data.Task, examples, targets, outputs) -> tuple[dict, list[dict]]:
+    """Return the metrics, such as {"accuracy": 50.0}, and a line for each example.
+
+    A line is the example with the fields output, target and prediction.
+    """
+    targets = [postprocess(task, *pair, True) for pair in zip(targets, examples)]
+    predictions = [postprocess(task, *pair, False) for pair in zip(outputs, examples)]
+    columns = zip(outputs, targets, predictions)
+    names = "output", "target", "prediction"
+    lines = [x | dict(zip(names, values)) for x, values in zip(examples, columns)]
     metrics = {}
     for function in metric_functions(task):
         values = function(targets, predictions)
         if twice := metrics.keys() & values.keys():
             raise UserError(f"Two metrics of a task have the name {twice}.")
         metrics |= values
-    return metrics
+    return metrics, lines
 
 
 def check_metrics(name: str, task: data.Task, examples, targets: list, written: list):
     """Compare the metrics of perfect answers. written: targets, encoded and decoded."""
-    best = compute_metrics(task, result_lines(task, examples, targets, targets))
-    possible = compute_metrics(task, result_lines(task, examples, targets, written))
+    best, _ = compare(task, examples, targets, targets)
+    possible, _ = compare(task, examples, targets, written)
     if str(possible) != str(best):
         configs.note(
             f"{name}: a perfect model has {possible}, not {best}. The vocabulary cannot "
@@ -178,8 +173,7 @@ def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
     numbered = (infer.Example(*pair, number) for number, pair in enumerate(pairs))
     results = infer.process_examples(params, cfg, numbered)
     outputs = [tokenizer.decode(best_first[0]) for best_first, _ in results]
-    lines = result_lines(task, examples, targets, outputs)
-    return compute_metrics(task, lines), lines
+    return compare(task, examples, targets, outputs)
 
 
 # ---- rank classification ---------------------------------------------------------------

@@ -2471,17 +2471,18 @@ def test_a_text_becomes_a_value_and_the_values_become_metrics():
     number = lambda text, example, is_target: int(text) + example["add"] * is_target
     half = lambda targets, predictions: {"half": 0.5 * len(targets)}
     task = data.Task(metrics=("accuracy", half), postprocess=number)
-    lines = evaluate.result_lines(task, rows, ["4", "7"], ["5", "7"])
+    texts = ["4", "7"], ["5", "7"]
+    metrics, lines = evaluate.compare(task, rows, *texts)
     assert lines[0] == {"add": 2, "output": "5", "target": 6, "prediction": 5}
-    assert evaluate.compute_metrics(task, lines) == {"accuracy": 50.0, "half": 1.0}
+    assert metrics == {"accuracy": 50.0, "half": 1.0}
     label = data.Task(choices=("no", "yes"), postprocess="label")
-    lines = evaluate.result_lines(label, rows, ["yes", "no"], ["yes", "No"])
+    metrics, lines = evaluate.compare(label, rows, ["yes", "no"], ["yes", "No"])
     assert [(x["target"], x["prediction"]) for x in lines] == [(1, 1), (0, -1)]
-    assert evaluate.compute_metrics(label, lines) == {"accuracy": 50.0}  # by default
+    assert metrics == {"accuracy": 50.0}  # by default
     with pytest.raises(UserError, match="half"):
-        evaluate.compute_metrics(task._replace(metrics=(half, half)), lines)
+        evaluate.compare(task._replace(metrics=(half, half)), rows, *texts)
     with pytest.raises(UserError, match="f2"):
-        evaluate.compute_metrics(task._replace(metrics=("f2",)), lines)
+        evaluate.compare(task._replace(metrics=("f2",)), rows, *texts)
 
 
 @pytest.fixture
