@@ -19,6 +19,7 @@ import math
 import re
 import string
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 import jax
@@ -74,13 +75,13 @@ def unigram_loss(batches: list, tokenizer: data.Tokenizer) -> float:
     return float(np.mean(np.log(total / counts[targets]))) if len(targets) else 0.0
 
 
-def loss_of_split(params, cfg: Config, name: str, split: str, tokenizer) -> dict:
-    """Return the mean losses and the accuracy of all examples of a split."""
+def loss_of_split(params, cfg: Config, name: str, split: str, tokenizer):
+    """Compute the loss of all examples. Returns metrics, and no lines."""
     cfg = replace(cfg, train=replace(cfg.train, eval_batches=0))
     batches = data.batches_of_split(name, split, cfg, tokenizer)
     if not batches:
         raise UserError(f"The task {name} has no split {split}.")
-    return evaluate_loss(params, cfg, batches, tokenizer)
+    return evaluate_loss(params, cfg, batches, tokenizer), []
 
 
 def held_out_example(params, cfg: Config, batch: data.Batch, tokenizer) -> str:
@@ -472,6 +473,11 @@ def main() -> None:
     if options.step != "all" or not steps:
         steps = [partition.resolve_step(options.run_dir, options.step)]
     partition.check_same(steps)
+    modes = {
+        "loss": loss_of_split,
+        "predict": predict,
+        "rank": partial(rank, normalize=options.normalize),
+    }
     for step in steps:
         try:
             params = infer.load_params(cfg, options.run_dir, step)
@@ -483,16 +489,9 @@ def main() -> None:
         for name in data.eval_tasks(cfg):
             task = data.find_task(name, cfg)
             mode = options.mode or ("predict" if task.metrics else "loss")
-            split, lines = options.split, []
-            if mode == "predict":
-                metrics, lines = predict(params, cfg, name, split, tokenizer)
-            elif mode == "rank":
-                normalize = options.normalize
-                metrics, lines = rank(params, cfg, name, split, tokenizer, normalize)
-            else:
-                metrics = loss_of_split(params, cfg, name, split, tokenizer)
+            metrics, lines = modes[mode](params, cfg, name, options.split, tokenizer)
             count = f" of {len(lines):,} examples" if lines else ""
-            print(f"{name}, {split}, step {step:,}, {mode}{count}")
+            print(f"{name}, {options.split}, step {step:,}, {mode}{count}")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             if partition.is_main_process():

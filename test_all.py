@@ -2562,7 +2562,7 @@ def test_the_loss_of_a_split_is_that_of_all_its_examples(evaluated, monkeypatch)
     rows = [{"inputs": str(n), "targets": "a"} for n in range(100)]
     count = lambda *args: sum(len(batch.targets.nonzero()[0]) for batch in args[2])
     monkeypatch.setattr(evaluate, "evaluate_loss", count)
-    assert evaluated(evaluate.loss_of_split, rows) == 2 * len(rows)  # with EOS
+    assert evaluated(evaluate.loss_of_split, rows) == (2 * len(rows), [])  # with EOS
 
 
 def test_the_first_example_of_a_batch_is_shown(monkeypatch):
