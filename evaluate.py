@@ -347,10 +347,15 @@ def f1(targets, predictions):
     return {"f1": percent(f1_score(targets, predictions, zero_division=0))}
 
 
-def normalize_answer(text: str) -> str:
-    """Lower case, without punctuation and articles: "The  Cat!" becomes "cat"."""
+def words_of(text: str) -> list[str]:
+    """The words in lower case, without punctuation and articles: "The  Cat!" has "cat"."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    return re.sub(r"\b(a|an|the)\b", " ", text).split()
+
+
+def word_f1(answer: list[str], words: list[str]) -> float:
+    common = collections.Counter(answer) & collections.Counter(words)
+    return 2 * common.total() / max(len(answer) + len(words), 1)
 
 
 def squad(targets, predictions):
@@ -359,12 +364,9 @@ def squad(targets, predictions):
     for answers, prediction in zip(targets, predictions, strict=True):
         if isinstance(answers, str):
             raise TypeError(f"squad needs a list of answers, not the text {answers!r}")
-        words = normalize_answer(prediction).split()
-        answers = [normalize_answer(answer).split() for answer in answers]
+        words, answers = words_of(prediction), list(map(words_of, answers))
         exact.append(words in answers)
-        common = [collections.Counter(x) & collections.Counter(words) for x in answers]
-        sizes = [max(len(x) + len(words), 1) for x in answers]
-        f1s.append(max(2 * c.total() / size for c, size in zip(common, sizes)))
+        f1s.append(max(word_f1(answer, words) for answer in answers))
     return {"em": percent(exact), "f1": percent(f1s)}
 
 
