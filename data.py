@@ -486,7 +486,7 @@ class Batches(Iterator):
     def __init__(self, cfg: Config, tokenizer: Tokenizer, state: dict | None = None):
         self.cfg, self.rates = cfg, trained_tasks(cfg)
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
-        self.state = state or {"row": 0, "tasks": dict.fromkeys(self.rates, [*Cursor()])}
+        self.state = state or {"row": 0, "tasks": dict.fromkeys(self.rates, Cursor())}
         self.cursors = {name: Cursor(*c) for name, c in self.state["tasks"].items()}
         self.streams, sizes = {}, []
         reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -497,8 +497,8 @@ class Batches(Iterator):
             windows = prefetch(windows, reader, ahead=1)
             self.streams[name] = stream(name, task, tokenizer, cfg, windows, cursor)
             sizes += [[file.name.split("/")[-1], file.size] for file in task_files]
-        self.files_crc32 = zlib.crc32(json.dumps([self.rates, sizes]).encode())
-        if self.state.setdefault("files", self.files_crc32) != self.files_crc32:
+        files = zlib.crc32(json.dumps([self.rates, sizes]).encode())
+        if self.state.setdefault("files", files) != files:
             raise UserError("This run began with other training files, or other rates.")
         self.batches = prefetch(self.make_batches(), maker, ahead=4)
 
@@ -554,12 +554,12 @@ class Batches(Iterator):
         """Yield (batch, the state after it)."""
         rows, first = [], self.state["row"]
         while True:
-            tasks = {name: [*cursor] for name, cursor in self.cursors.items()}
+            tasks = self.cursors.copy()
             packed = self.pack_rows()
             for i in range(first, len(packed.inputs)):
                 rows.append([array[i] for array in packed])
                 if len(rows) == self.cfg.train.batch_size:
-                    state = {"row": i + 1, "tasks": tasks, "files": self.files_crc32}
+                    state = self.state | {"row": i + 1, "tasks": tasks}
                     yield Batch(*map(np.stack, zip(*rows))), state
                     rows = []
             first = 0

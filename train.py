@@ -516,7 +516,7 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     tokenizer = data.load_tokenizer(cfg, origin)
     data_state = partition.read_manifest(resume_from)[1] if resume_from else None
     batches = data.Batches(cfg, tokenizer, data_state)
-    partition.check_same((tokenizer.sha256, batches.files_crc32))
+    partition.check_same((tokenizer.sha256, batches.state["files"]))
     if partition.is_main_process():
         tokenizer.save(run_dir)
         configs.save_run(cfg, run_dir, vocabulary=tokenizer.sha256, init_from=init_from)
