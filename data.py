@@ -284,9 +284,10 @@ def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
         if choices:
             label = int(record.get("label", -1))  # -1 is unknown: <unk>, as in t5
             record = record | {"label": "<unk>" if label == -1 else choices[label]}
-        kept = {"idx": record["idx"]} if "idx" in record else {}
-        texts = [text.format_map(record) for text in (inputs, targets)]
-        return [dict(zip(("inputs", "targets"), texts)) | kept]
+        pair = {"inputs": inputs.format_map(record), "targets": targets.format_map(record)}
+        if "idx" in record:
+            pair["idx"] = record["idx"]
+        return [pair]
 
     return fill
 
