@@ -284,7 +284,10 @@ def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
         if choices:
             label = int(record.get("label", -1))  # -1 is unknown: <unk>, as in t5
             record = record | {"label": "<unk>" if label == -1 else choices[label]}
-        pair = {"inputs": inputs.format_map(record), "targets": targets.format_map(record)}
+        pair = {
+            "inputs": inputs.format_map(record),
+            "targets": targets.format_map(record),
+        }
         if "idx" in record:
             pair["idx"] = record["idx"]
         return [pair]
@@ -371,20 +374,19 @@ def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     return row_of
 
 
-def fill_rows(examples: list, row_of: np.ndarray, rows: int, limits) -> Batch:
-    """Write examples one after the other into rows: example i into row_of[i], ascending."""
-    # The number of each example in its row, from 1.
-    segment = np.arange(len(row_of)) - np.searchsorted(row_of, row_of) + 1
-
-    def fill(parts, limit):
-        sizes = [len(ids) for ids in parts]
-        filled = np.arange(limit) < np.bincount(row_of, sizes, rows)[:, None]
-        tokens, segments = np.zeros((2, *filled.shape), np.int32)
-        tokens[filled] = np.concatenate(parts)
-        segments[filled] = np.repeat(segment, sizes)
-        return tokens, segments
-
-    (inputs, input_segments), (targets, segments) = map(fill, zip(*examples), limits)
+def fill_rows(rows: list[list[Pair]], limits: tuple[int, int]) -> Batch:
+    """Write the examples of each row one after the other. limits: the lengths of a row."""
+    sides = []
+    for side, limit in enumerate(limits):
+        tokens, segments = np.zeros((2, len(rows), limit), np.int32)
+        for r, row in enumerate(rows):
+            end = 0
+            for number, example in enumerate(row, 1):
+                start, end = end, end + len(example[side])
+                tokens[r, start:end] = example[side]
+                segments[r, start:end] = number
+        sides += tokens, segments
+    inputs, input_segments, targets, segments = sides
     shifted = shift_right(targets, segments)
     return Batch(inputs, input_segments, shifted, targets, segments)
 
@@ -398,8 +400,7 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 
 def pad_batch(inputs: list, targets: list, *limits: int) -> Batch:
     """Return a Batch with one example in each row. limits: the lengths of its sides."""
-    rows = np.arange(len(inputs))
-    return fill_rows([*zip(inputs, targets)], rows, len(rows), limits)
+    return fill_rows([[example] for example in zip(inputs, targets)], limits)
 
 
 # ---- batches ---------------------------------------------------------------------------
@@ -534,12 +535,12 @@ class Batches(Iterator):
         examples = self.choose_examples()
         sizes = np.array([[len(ids) for ids in example] for example in examples])
         row_of = pack(sizes, self.limits) if self.cfg.data.pack else np.arange(len(sizes))
-        rows = row_of.max() + 1
-        bits = random_bits(rows, self.cfg.train.seed, total, ROWS)
-        row_of = np.argsort(bits, kind="stable")[row_of]  # another number for each row
-        order = np.argsort(row_of, kind="stable")  # examples in the order of their rows
-        examples = [examples[i] for i in order]
-        packed = fill_rows(examples, row_of[order], rows, self.limits)
+        bits = random_bits(row_of.max() + 1, self.cfg.train.seed, total, ROWS)
+        rows = [[] for _ in bits]
+        # Each row gets another number.
+        for r, example in zip(np.argsort(bits, kind="stable")[row_of], examples):
+            rows[r].append(example)
+        packed = fill_rows(rows, self.limits)
         if not total:
             cut = (sizes >= self.limits).any(axis=1).mean()
             unknown = (packed.inputs == UNK).sum() / sizes[:, 0].sum()
@@ -577,8 +578,9 @@ def batches_of_split(name: str, split: str, cfg: Config, tokenizer) -> list[Batc
     key = cfg.train.seed, zlib.crc32(name.encode()), NOISE
     examples = make_examples(tokenized[:wanted], task, tokenizer, cfg, *key)
     limits = cfg.data.inputs_length, cfg.data.targets_length
-    parts = [examples[i : i + size] for i in range(0, len(examples), size)]
-    return [fill_rows(part, np.arange(len(part)), size, limits) for part in parts]
+    rows = [[example] for example in examples]
+    rows += [[]] * (-len(rows) % size)
+    return [fill_rows(rows[i : i + size], limits) for i in range(0, len(rows), size)]
 
 
 def encode_pairs(documents: list[dict], task: Task, tokenizer, cfg: Config) -> list[Pair]:

@@ -324,7 +324,7 @@ def test_lesson_data_packed_examples_have_segments():
     """Segments keep the examples of a row apart, and decoder inputs begin with PAD."""
     pairs = [([5, 9, 1], [7, 1]), ([4, 1], [8, 6, 1])]
     pairs = [tuple(map(np.array, pair)) for pair in pairs]
-    batch = data.fill_rows(pairs, np.array([0, 0]), 2, (6, 6))
+    batch = data.fill_rows([pairs, []], (6, 6))
     assert batch.inputs.tolist() == [[5, 9, 1, 4, 1, 0], [0] * 6]
     assert batch.input_segments.tolist() == [[1, 1, 1, 2, 2, 0], [0] * 6]
     assert batch.targets[0].tolist() == [7, 1, 8, 6, 1, 0]
@@ -1054,7 +1054,7 @@ def test_segments_come_from_lengths():
     """An empty side, or the id 0 in a text, does not shift segments of the other side."""
     pairs = [([], [0, 7, 1]), ([0, 4], [1]), ([], [3])]
     pairs = [tuple(np.array(side, int) for side in pair) for pair in pairs]
-    batch = data.fill_rows(pairs, np.array([0, 0, 0]), 1, (4, 6))
+    batch = data.fill_rows([pairs], (4, 6))
     assert batch.input_segments.tolist() == [[2, 2, 0, 0]]
     assert batch.target_segments.tolist() == [[1, 1, 1, 2, 3, 0]]
     alone = data.pad_batch(*zip(*pairs), 4, 6)
@@ -2569,8 +2569,8 @@ def test_the_first_example_of_a_batch_is_shown(monkeypatch):
     pairs = [(np.array(a), np.array(b)) for a, b in (([60, 61], [62]), ([70], [71, 72]))]
     outputs = [[63]], [0.0]
     monkeypatch.setattr(infer, "process_examples", lambda *_: iter([outputs]))
-    for row_of in [0, 1], [0, 0]:  # one in each row, or packed
-        batch = data.fill_rows(pairs, np.array(row_of), 2, (4, 4))
+    for rows in ([pairs[:1], pairs[1:]], [pairs, []]):  # one in each row, or packed
+        batch = data.fill_rows(rows, (4, 4))
         shown = evaluate.held_out_example(None, BYTES, batch, TOKENIZER)
         words = [line.split() for line in shown.splitlines()]
         texts = [TOKENIZER.decode(ids) for ids in ([60, 61], [62], [63])]
