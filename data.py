@@ -567,17 +567,19 @@ class Batches(Iterator):
             first = 0
 
 
-def batches_of_split(name: str, split: str, cfg: Config, tokenizer) -> list[Batch]:
+def batches_of_split(
+    name: str, split: str, cfg: Config, tokenizer, limit: int | None = None
+) -> list[Batch]:
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
-    size, records = cfg.train.batch_size, read_documents(files, task, cfg)
-    tokenized, unread, wanted = [], True, cfg.train.eval_batches * size or None
-    while unread and (wanted is None or len(tokenized) < wanted):
+    records = read_documents(files, task, cfg)
+    tokenized, unread = [], True
+    while unread and (limit is None or len(tokenized) < limit):
         more, unread = read_window(records, 1 << 18, task, tokenizer, cfg)
         tokenized += more
     key = cfg.train.seed, zlib.crc32(name.encode()), NOISE
-    examples = make_examples(tokenized[:wanted], task, tokenizer, cfg, *key)
-    limits = cfg.data.inputs_length, cfg.data.targets_length
+    examples = make_examples(tokenized[:limit], task, tokenizer, cfg, *key)
+    size, limits = cfg.train.batch_size, (cfg.data.inputs_length, cfg.data.targets_length)
     rows = [[example] for example in examples]
     rows += [[]] * (-len(rows) % size)
     return [fill_rows(rows[i : i + size], limits) for i in range(0, len(rows), size)]

@@ -77,7 +77,6 @@ def unigram_loss(batches: list, tokenizer: data.Tokenizer) -> float:
 
 def loss_of_split(params, cfg: Config, name: str, split: str, tokenizer):
     """Compute the loss of all examples. Returns metrics, and no lines."""
-    cfg = replace(cfg, train=replace(cfg.train, eval_batches=0))
     batches = data.batches_of_split(name, split, cfg, tokenizer)
     if not batches:
         raise UserError(f"The task {name} has no split {split}.")

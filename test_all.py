@@ -1310,14 +1310,13 @@ def test_a_split_in_a_name_and_fields_with_other_names(tmp_path):
 
 def test_held_out_batches_are_in_order_and_padded(tmp_path):
     source = write_pairs(tmp_path / "a.jsonl", 20)
-    cfg = change(BYTES, train=dict(batch_size=8, eval_batches=0))
+    cfg = change(BYTES, train=dict(batch_size=8))
     batches = data.batches_of_split(source, "validation", cfg, TOKENIZER)
     assert [batch.inputs.shape for batch in batches] == [(8, 48)] * 3
     texts = [text for batch in batches for text in examples_of(batch)]
     assert [int(re.match(r"\d+", text)[0]) for text in texts] == [*range(20)]
     assert not batches[2].target_segments[4:].any()
-    fewer = change(cfg, train=dict(eval_batches=2))
-    found = data.batches_of_split(source, "validation", fewer, TOKENIZER)
+    found = data.batches_of_split(source, "validation", cfg, TOKENIZER, 16)
     assert_equal(found, batches[:2])
     only = data.Task(source, splits=("train",))
     with pytest.MonkeyPatch.context() as patch:

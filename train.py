@@ -396,10 +396,14 @@ class Evaluations:
     def __init__(self, cfg: Config, tokenizer: data.Tokenizer, log: Log):
         self.cfg, self.tokenizer, self.log = cfg, tokenizer, log
         train_cfg = cfg.train
+        # how many examples of a task are evaluated; None means all
+        self.limit = train_cfg.eval_batches * train_cfg.batch_size or None
         self.groups = {}  # {group of metrics: (steps between evaluations, function)}
         evaluates = train_cfg.eval_every or train_cfg.infer_every
         for name in data.eval_tasks(cfg) if evaluates else []:
-            batches = data.batches_of_split(name, "validation", cfg, tokenizer)
+            batches = data.batches_of_split(
+                name, "validation", cfg, tokenizer, self.limit
+            )
             if not batches:
                 print(f"{name} is not evaluated: it has no held-out examples")
                 continue
@@ -437,10 +441,8 @@ class Evaluations:
 
     def measure_outputs(self, name: str, step: int, params: dict) -> dict[str, float]:
         """Compute metrics of generated outputs, and write the outputs to RUN_DIR/eval."""
-        cfg = self.cfg
-        limit = cfg.train.eval_batches * cfg.train.batch_size or None
         metrics, lines = evaluate.predict(
-            params, cfg, name, "validation", self.tokenizer, limit
+            params, self.cfg, name, "validation", self.tokenizer, self.limit
         )
         if partition.is_main_process():
             evaluate.write_lines(self.log.run_dir / "eval", name, step, lines)
