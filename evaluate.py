@@ -419,11 +419,11 @@ def read_metrics(folders: list) -> dict[int, dict[str, float]]:
 def write_csv(path: str, table: dict) -> None:
     """Write a row for each step and a column for each metric of held-out examples."""
     names = sorted({name for row in table.values() for name in row if "_eval/" in name})
-    rows = [{"step": step} | row for step, row in table.items() if row.keys() & {*names}]
+    rows = [
+        [step, *map(row.get, names)] for step, row in table.items() if row.keys() & names
+    ]
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, ["step", *names], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+        csv.writer(file).writerows([["step", *names], *rows])
 
 
 # ---- the command -----------------------------------------------------------------------
