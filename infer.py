@@ -164,9 +164,11 @@ def gather_beams(array: Array, index: Array) -> Array:
     return jax.vmap(lambda outputs, chosen: outputs[chosen])(array, index)
 
 
+fold_in = jnp.vectorize(jax.random.fold_in)  # for arrays of random keys or numbers
+
+
 def output_rngs(seed: int, indices: Array, N: int) -> Array:
     """Return a random key for each output [B, N], which does not depend on its batch."""
-    fold_in = jnp.vectorize(jax.random.fold_in)
     rngs = fold_in(jax.random.key(seed), indices)
     return fold_in(rngs[..., None], jnp.arange(N))
 
@@ -175,7 +177,7 @@ def sample(log_probs: Array, t, decode_cfg: DecodeConfig, rngs: Array) -> Array:
     """Draw the id of position t for each output, with its random key [B, N]."""
     logits = log_probs / max(decode_cfg.temperature or 1.0, 1e-4)
     logits = filter_logits(logits, decode_cfg.top_k, decode_cfg.top_p)
-    rngs = jnp.vectorize(jax.random.fold_in)(rngs, t)
+    rngs = fold_in(rngs, t)
     return jnp.vectorize(jax.random.categorical, signature="(),(v)->()")(rngs, logits)
 
 
