@@ -398,11 +398,6 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
     return shifted
 
 
-def pad_batch(inputs: list, targets: list, *limits: int) -> Batch:
-    """Return a Batch with one example in each row. limits: the lengths of its sides."""
-    return fill_rows([[example] for example in zip(inputs, targets)], limits)
-
-
 # ---- batches ---------------------------------------------------------------------------
 # read_windows     documents of up to 16 million characters, in the order of the files
 # stream           their examples, shuffled; PART of them are made at once

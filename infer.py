@@ -380,7 +380,8 @@ def process_batch(params, cfg: Config, group: list[Example], mode: str) -> list:
     rows = -(-rows // parts) * parts
     padded = group + [group[-1]] * (rows - len(group))
     inputs, targets, indices = zip(*padded)
-    batch = data.pad_batch(inputs, targets, padded_length(inputs), padded_length(targets))
+    lengths = padded_length(inputs), padded_length(targets)
+    batch = data.fill_rows([[example] for example in padded], lengths)
     # As in T5X, the id 0 is padding wherever it stands.
     batch = batch._replace(
         input_segments=np.int32(batch.inputs > 0),

@@ -108,11 +108,16 @@ def make_params(cfg, seed=0):
     return jax.tree.map(lambda w: w + np.float32(0.1 * rng.normal(size=w.shape)), params)
 
 
+def pad_batch(inputs, targets, *limits):
+    """Return a Batch with one example in each row."""
+    return data.fill_rows([[pair] for pair in zip(inputs, targets)], limits)
+
+
 def make_batch(cfg=SMALL, lengths=UNEVEN, seed=0):
     """Return a Batch of random tokens with one example in each row."""
     rng, V = np.random.default_rng(seed), cfg.model.vocab_size
     sides = [[rng.integers(3, V, size) for size in sizes] for sizes in zip(*lengths)]
-    batch = data.pad_batch(*sides, cfg.data.inputs_length, cfg.data.targets_length)
+    batch = pad_batch(*sides, cfg.data.inputs_length, cfg.data.targets_length)
     return jax.tree.map(jnp.asarray, batch)
 
 
@@ -224,7 +229,7 @@ def test_lesson_model_a_packed_row_equals_separate_rows():
     for row, segment in itertools.product(range(4), (1, 2)):
         inputs.append(packed.inputs[row][packed.input_segments[row] == segment])
         targets.append(packed.targets[row][packed.target_segments[row] == segment])
-    alone = data.pad_batch(
+    alone = pad_batch(
         inputs, targets, *packed.inputs.shape[1:], *packed.targets.shape[1:]
     )
     alone = forward(params, alone, SMALL.model)
@@ -579,7 +584,7 @@ def test_lesson_infer_greedy_decoding_takes_the_most_probable_id():
         [x[x > 0] for x in np.asarray(side)] for side in (pair[0], ids[:, 0])
     )
     assert [data.EOS in x for x in outputs] == [False, True]
-    again = data.pad_batch(inputs, outputs, 36, 9)
+    again = pad_batch(inputs, outputs, 36, 9)
     best = forward(params, again, cfg.model).argmax(axis=-1)
     assert_equal(ids[:, 0], np.where(again.target_segments > 0, best, data.PAD))
     assert_close(scores[:, 0], infer.score(params, again, cfg.model))
@@ -595,7 +600,7 @@ def test_lesson_infer_a_wide_beam_search_is_exhaustive():
     params, decode = make_params(cfg, seed=8), DecodeConfig(beams=40, alpha=0.6)
     others = [0, 2, 3, 4]  # all ids but EOS
     outputs = [[*ids, 1] for n in range(3) for ids in itertools.product(others, repeat=n)]
-    batch = data.pad_batch([[2, 4, 3, 3, 1]] * 21, outputs, 5, 3)
+    batch = pad_batch([[2, 4, 3, 3, 1]] * 21, outputs, 5, 3)
     lengths = np.array([len(ids) for ids in outputs])
     scores = infer.score(params, batch, cfg.model) / ((5 + lengths) / 6) ** 0.6
     order = np.argsort(-scores)
@@ -672,11 +677,11 @@ def test_lesson_partition_eight_devices_equal_one(mesh, network):
 
 def test_lesson_evaluate_the_unigram_loss_is_that_of_counting_tokens():
     """Each content token of the targets is predicted by its share of all other tokens."""
-    batch = data.pad_batch([[5, 5, 6, 1]], [[358, 5, 7, 1]], 6, 6)
+    batch = pad_batch([[5, 5, 6, 1]], [[358, 5, 7, 1]], 6, 6)
     losses = [-math.log((3 - 1 + 1) / (4 + 359)), -math.log((1 - 1 + 1) / (4 + 359))]
     found = evaluate.unigram_loss([batch], TOKENIZER)
     assert found == pytest.approx(np.mean(losses))
-    assert evaluate.unigram_loss([data.pad_batch([[1]], [[1]], 6, 6)], TOKENIZER) == 0
+    assert evaluate.unigram_loss([pad_batch([[1]], [[1]], 6, 6)], TOKENIZER) == 0
 
 
 def test_lesson_evaluate_the_most_probable_choice_is_the_answer():
@@ -1057,7 +1062,7 @@ def test_segments_come_from_lengths():
     batch = data.fill_rows([pairs], (4, 6))
     assert batch.input_segments.tolist() == [[2, 2, 0, 0]]
     assert batch.target_segments.tolist() == [[1, 1, 1, 2, 3, 0]]
-    alone = data.pad_batch(*zip(*pairs), 4, 6)
+    alone = pad_batch(*zip(*pairs), 4, 6)
     assert alone.input_segments.sum(axis=1).tolist() == [0, 2, 0]
     assert alone.target_segments.sum(axis=1).tolist() == [3, 1, 1]
 
@@ -1907,7 +1912,7 @@ def test_decoding_equals_that_of_t5x():
         expected = case[f"{found[0]}_scores"]
         assert_allclose(scores[:, ::-1], expected, rtol=1e-4)
     sides = [x[x > 0] for x in inputs], [x[x > 0] for x in targets]
-    batch = data.pad_batch(*sides, inputs.shape[1], targets.shape[1])
+    batch = pad_batch(*sides, inputs.shape[1], targets.shape[1])
     found = infer.score(params, batch, cfg)
     assert_allclose(found, case["target_scores"], rtol=1e-5)
     assert sum(map(bool, searches)) >= 3
@@ -1960,7 +1965,7 @@ def search_slowly(params, cfg, inputs, length, decode):
     N = decode.beams
 
     def log_probs(ids):
-        batch = data.pad_batch([inputs], [[*ids, 2][:length]], 36, length)
+        batch = pad_batch([inputs], [[*ids, 2][:length]], 36, length)
         segments = np.ones((1, length), int)  # PAD is an id like any other
         shifted = np.int32([[0, *ids, *[0] * length][:length]])
         batch = batch._replace(decoder_inputs=shifted, target_segments=segments)
@@ -2114,7 +2119,7 @@ def test_the_id_0_is_padding_wherever_it_stands():
         results = list(infer.process_examples(params, cfg, examples, mode))
         assert_equal(*results)
     inner = infer.Example([5, 0, 6, 1], [8, 0, 9, 1])
-    batch = data.pad_batch([inner.inputs], [inner.targets], 4, 4)
+    batch = pad_batch([inner.inputs], [inner.targets], 4, 4)
     hidden = np.int32([[1, 0, 1, 1]])  # no query may see the key of the id 0
     batch = batch._replace(input_segments=hidden, target_segments=hidden)
     (found,) = infer.process_examples(params, cfg, [inner], "score")
@@ -2449,7 +2454,7 @@ def test_the_loss_is_a_mean_over_all_tokens_of_all_batches():
     tokenizer, texts = data.load_tokenizer(cfg), ["aé", "b", "abc<extra_id_0>de"]
     params = make_params(cfg)
     targets = [[*ids, data.EOS] for ids in tokenizer.encode(texts)]
-    batches = [data.pad_batch([[5, 1]] * n, targets[-n:], 2, 9) for n in (1, 3)]
+    batches = [pad_batch([[5, 1]] * n, targets[-n:], 2, 9) for n in (1, 3)]
     logits = [forward(params, batch, cfg.model) for batch in batches]
     ids = np.concatenate([batch.targets for batch in batches])
     losses = model.cross_entropy(np.concatenate(logits), ids)
