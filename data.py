@@ -325,8 +325,8 @@ def cut_documents(documents: list[Ids], task: Task, data_cfg: DataConfig) -> lis
     """Cut texts to the length of examples, perhaps after joining them."""
     if not task.objective:
         return documents
-    if task.objective.joins:
-        documents = [np.concatenate([np.zeros(0, np.int32), *documents])]
+    if task.objective.joins and documents:
+        documents = [np.concatenate(documents)]
     length = task.objective.length(data_cfg)
     cut = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
