@@ -757,8 +757,11 @@ def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
     encoded = iter(tokenizer.encode([text for text in values if isinstance(text, str)]))
     result = []
     for value in values:
-        ids = next(encoded) if isinstance(value, str) else np.trim_zeros(value, "b")
-        if not isinstance(value, str) and len(ids):
+        if isinstance(value, str):
+            result.append(next(encoded))
+            continue
+        ids = np.trim_zeros(value, "b")
+        if len(ids):
             is_integer = np.asarray(ids).dtype.kind in "iu"  # not bytes or 5.0, say
             if not is_integer or not 0 <= min(ids) <= max(ids) < tokenizer.size:
                 raise UserError(f"{task.source} has ids outside the vocabulary: {ids}.")
