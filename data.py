@@ -684,16 +684,15 @@ def open_source(source: str, split: str, cfg: Config) -> list[File]:
         return getattr(libraries, f"open_{kind}")(name, split, cfg)
     if kind == "python":
         # Not in a thread, because Python 3.11 cannot parse files in two threads at once.
-        files = [File(source, partial(iter, read_python()))]
-    elif kind in READERS:
-        patterns = filled.split(",") if kind == "lines" else [filled]
-        files = []
-        for parallel in zip(*map(find_files, patterns), strict=True):
-            paths, sizes = zip(*parallel)
-            files.append(File(paths[0], partial(READERS[kind], *paths), sum(sizes)))
-    else:
+        return [File(source, partial(iter, read_python()))]
+    if kind not in READERS:
         kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
         raise UserError(f"{source!r} is no source KIND:NAME. The kinds are {kinds}.")
+    patterns = filled.split(",") if kind == "lines" else [filled]
+    files = []
+    for parallel in zip(*map(find_files, patterns), strict=True):
+        paths, sizes = zip(*parallel)
+        files.append(File(paths[0], partial(READERS[kind], *paths), sum(sizes)))
     if not files and (filled == name or split == "train"):
         raise UserError(f"No file matches {filled}.")
     return files
