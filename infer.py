@@ -464,52 +464,56 @@ def load_params(cfg: Config, run_dir: str, step: int) -> dict:
 # ---- answer files ----------------------------------------------------------------------
 
 
-def line_example(line: dict, index: int, cfg: Config, tokenizer, mode: str) -> Example:
-    """Return the Example of a line: texts are tokenized, and ids stay as they are."""
-
-    def ids_of(side):
-        value, size = line.get(side), cfg.model.vocab_size
-        if isinstance(value, str):
-            (ids,) = tokenizer.encode([value])
-            ended = data.trim_and_add_eos(ids, side, data.Task(), cfg.data).tolist()
-            if len(ended) <= len(ids):
-                configs.note(f"Some {side} are cut to --data.{side}_length.")
-            return ended
-        ids = value if isinstance(value, list) else [None]
-        if any(type(i) is not int or not 0 <= i < size for i in ids):
-            raise UserError(
-                f"Example {index + 1} needs {side}: a text, or a list of ids from 0 to "
-                f"{size - 1}. It has {str(line)[:200]}."
-            )
-        ids = [i for i in value if i != data.PAD]
-        if ids[-1:] != [data.EOS]:
-            configs.note(f"Some {side} do not end with EOS (the id 1), as T5 expects.")
-        return value
-
-    return Example(ids_of("inputs"), ids_of("targets") if mode == "score" else (), index)
+def line_ids(line: dict, side: str, index: int, cfg: Config, tokenizer) -> list[int]:
+    """Return the ids of a side of a line: texts are tokenized, and ids stay as they are."""
+    value, size = line.get(side), cfg.model.vocab_size
+    if isinstance(value, str):
+        (ids,) = tokenizer.encode([value])
+        ended = data.trim_and_add_eos(ids, side, data.Task(), cfg.data).tolist()
+        if len(ended) <= len(ids):
+            configs.note(f"Some {side} are cut to --data.{side}_length.")
+        return ended
+    ids = value if isinstance(value, list) else [None]
+    if any(type(i) is not int or not 0 <= i < size for i in ids):
+        raise UserError(
+            f"Example {index + 1} needs {side}: a text, or a list of ids from 0 to "
+            f"{size - 1}. It has {str(line)[:200]}."
+        )
+    ids = [i for i in value if i != data.PAD]
+    if ids[-1:] != [data.EOS]:
+        configs.note(f"Some {side} do not end with EOS (the id 1), as T5 expects.")
+    return value
 
 
 def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
-    """Yield (line, Example) for each line of --input that belongs to --shard."""
+    """Yield (line, Example) for each line of --input that belongs to --shard.
+
+    Without --input, a line is a text of the command line or of standard input.
+    """
     cfg = options.cfg
     kind, _, name = options.input.partition(":")
     first, count = map(int, options.shard.split("/"))
     if not 0 <= first < count:
         raise UserError(f"--shard {options.shard} is none of 0/{count}, 1/{count}, …")
+    task = None
     if kind == "task":
         name, split = f"{name}:validation".split(":")[:2]
         task, files = data.open_task(name, split, cfg)
         if not files:
             raise UserError(f"The task {name} has no split {split}.")
         lines = data.read_task(name, split, cfg)
+    elif options.input:
+        lines = data.read_jsonl(options.input)
     else:
-        task, lines = None, data.read_jsonl(options.input)
+        texts = sys.stdin if options.text is None else [options.text]
+        lines = ({"inputs": text.strip()} for text in texts)
+    sides = ("inputs", "targets") if options.mode == "score" else ("inputs",)
     for index, line in itertools.islice(enumerate(lines), first, None, count):
         if task:
-            (pair,) = data.encode_pairs([line], task, tokenizer, cfg)
-            yield line, Example(*pair, index)
+            (ids,) = data.encode_pairs([line], task, tokenizer, cfg)
         else:
-            yield line, line_example(line, index, cfg, tokenizer, options.mode)
+            ids = [line_ids(line, side, index, cfg, tokenizer) for side in sides]
+        yield line, Example(*ids, index=index)
 
 
 def result_fields(line: dict, result, cfg: Config, tokenizer, mode: str) -> dict:
@@ -592,15 +596,13 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
 # ---- the command -----------------------------------------------------------------------
 
 
-def answer_texts(texts: Iterable, params, options: "Options", tokenizer) -> None:
+def answer_texts(params: dict, options: "Options", tokenizer) -> None:
     """Print the output for each text, with its gaps filled if it has sentinels."""
-    for index, text in enumerate(texts):
-        line = {"inputs": text.strip()}
-        example = line_example(line, index, options.cfg, tokenizer, "predict")
+    for line, example in read_input(options, tokenizer):
         ((outputs, scores),) = process_examples(params, options.cfg, [example])
         for ids, value in zip(outputs, scores):
             answer = tokenizer.decode(ids).replace("\n", " ")
-            if "<extra_id_" in text and not options.raw:
+            if "<extra_id_" in line["inputs"] and not options.raw:
                 answer = fill_blanks(example.inputs, ids, tokenizer)
             score_column = f"{value:.4f}\t" if options.cfg.decode.return_all else ""
             print(f"{score_column}{answer}", flush=True)
@@ -632,8 +634,7 @@ def main() -> None:
     if options.input:
         answer_file(params, options, step, tokenizer)
     else:
-        texts = sys.stdin if options.text is None else [options.text]
-        answer_texts(texts, params, options, tokenizer)
+        answer_texts(params, options, tokenizer)
 
 
 if __name__ == "__main__":
