@@ -350,6 +350,7 @@ class Example(NamedTuple):
     inputs: Sequence  # token ids, with EOS if the task has it
     targets: Sequence = ()
     index: int = 0  # selects the random samples
+    line: dict = {}  # from which it was made
 
 
 def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
@@ -379,7 +380,7 @@ def process_batch(params, cfg: Config, group: list[Example], mode: str) -> list:
     parts = jax.sharding.get_mesh().shape["data"]
     rows = -(-rows // parts) * parts
     padded = group + [group[-1]] * (rows - len(group))
-    inputs, targets, indices = zip(*padded)
+    inputs, targets, indices, _ = zip(*padded)
     lengths = padded_length(inputs), padded_length(targets)
     batch = data.fill_rows([[example] for example in padded], lengths)
     # As in T5X, the id 0 is padding wherever it stands.
@@ -485,8 +486,8 @@ def line_ids(line: dict, side: str, index: int, cfg: Config, tokenizer) -> list[
     return value
 
 
-def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
-    """Yield (line, Example) for each line of --input that belongs to --shard.
+def read_input(options: "Options", tokenizer) -> Iterator[Example]:
+    """Yield an Example for each line of --input that belongs to --shard.
 
     Without --input, a line is a text of the command line or of standard input.
     """
@@ -513,7 +514,7 @@ def read_input(options: "Options", tokenizer) -> Iterator[tuple[dict, Example]]:
             (ids,) = data.encode_pairs([line], task, tokenizer, cfg)
         else:
             ids = [line_ids(line, side, index, cfg, tokenizer) for side in sides]
-        yield line, Example(*ids, index=index)
+        yield Example(*ids, index=index, line=line)
 
 
 def result_fields(line: dict, result, cfg: Config, tokenizer, mode: str) -> dict:
@@ -546,7 +547,7 @@ def job_digest(options: "Options", step: int, tokenizer) -> str:
     return f"{zlib.crc32(repr(job).encode()):08x}"
 
 
-def skip_answered(file, lines: Iterator[tuple[dict, Example]], window: int) -> int:
+def skip_answered(file, examples: Iterator[Example], window: int) -> int:
     """Lock an unfinished file, cut it after its last complete window, and skip its lines.
 
     A part of a window is computed again: in another batch, the last digits of scores
@@ -557,7 +558,8 @@ def skip_answered(file, lines: Iterator[tuple[dict, Example]], window: int) -> i
     done = sum(text.endswith(b"\n") for text in file) // window * window
     file.seek(0)
     for text in itertools.islice(file, done):
-        old, new = json.loads(text), json.loads(to_json(next(lines, [{}])[0]))
+        line = next(examples, Example([])).line
+        old, new = json.loads(text), json.loads(to_json(line))
         if any(old.get(side) != new.get(side) for side in ("inputs", "targets")):
             raise UserError(f"{file.name} was begun with other inputs: remove it.")
     file.truncate()
@@ -569,22 +571,21 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     cfg, mode = options.cfg, options.mode
     if os.path.exists(options.output):
         raise UserError(f"{options.output} exists already: name another --output.")
-    lines, file, done = read_input(options, tokenizer), None, 0
+    examples, file, done = read_input(options, tokenizer), None, 0
     if partition.is_main_process():
         digest = job_digest(options, step, tokenizer)
         file = open(f"{options.output}.{digest}.partial", "a+b")
-        done = skip_answered(file, lines, 16 * cfg.decode.batch_size)
+        done = skip_answered(file, examples, 16 * cfg.decode.batch_size)
     done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
     if done:
         configs.note(f"{done:,} answers of a killed command are there already.")
-    lines = lines if file else itertools.islice(lines, done, None)
-    lines, ahead = itertools.tee(lines)
-    examples = (example for _, example in ahead)
-    results = process_examples(params, cfg, examples, mode)
-    for (line, _), result in zip(lines, results):
+    examples = examples if file else itertools.islice(examples, done, None)
+    examples, ahead = itertools.tee(examples)
+    results = process_examples(params, cfg, ahead, mode)
+    for example, result in zip(examples, results):
         if file:
-            fields = result_fields(line, result, cfg, tokenizer, mode)
-            file.write(to_json(line | fields))
+            fields = result_fields(example.line, result, cfg, tokenizer, mode)
+            file.write(to_json(example.line | fields))
     if file:
         file.flush()
         os.fsync(file.fileno())
@@ -598,11 +599,11 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
 
 def answer_texts(params: dict, options: "Options", tokenizer) -> None:
     """Print the output for each text, with its gaps filled if it has sentinels."""
-    for line, example in read_input(options, tokenizer):
+    for example in read_input(options, tokenizer):
         ((outputs, scores),) = process_examples(params, options.cfg, [example])
         for ids, value in zip(outputs, scores):
             answer = tokenizer.decode(ids).replace("\n", " ")
-            if "<extra_id_" in line["inputs"] and not options.raw:
+            if "<extra_id_" in example.line["inputs"] and not options.raw:
                 answer = fill_blanks(example.inputs, ids, tokenizer)
             score_column = f"{value:.4f}\t" if options.cfg.decode.return_all else ""
             print(f"{score_column}{answer}", flush=True)
