@@ -804,8 +804,8 @@ def trained_tasks(cfg: Config) -> dict[str, float]:
     return {name: r for name, r in mixture_rates(cfg.data.task, cfg).items() if r}
 
 
-def eval_tasks(cfg: Config) -> list[str]:
-    names = (cfg.data.eval_tasks or cfg.data.task).split(",")
+def eval_tasks(cfg: Config, names: str = "") -> list[str]:
+    names = (names or cfg.data.eval_tasks or cfg.data.task).split(",")
     return [task for name in names for task in mixture_rates(name.strip(), cfg)]
 
 

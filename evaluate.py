@@ -18,7 +18,7 @@ import json
 import math
 import re
 import string
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -467,8 +467,6 @@ def main() -> None:
     options = configs.parse(Options)
     cfg, tokenizer = infer.start_inference(options)
     run_cfg, _ = configs.load_run(options.run_dir)
-    if options.tasks:
-        cfg = replace(cfg, data=replace(cfg.data, eval_tasks=options.tasks))
     folder = configs.to_path(options.output or f"{options.run_dir}/eval")
     steps = partition.Checkpoints(options.run_dir).steps()
     if options.step != "all" or not steps:
@@ -487,7 +485,7 @@ def main() -> None:
                 raise
             print(f"step {step:,} is skipped: {error}")
             continue
-        for name in data.eval_tasks(cfg):
+        for name in data.eval_tasks(cfg, options.tasks):
             task = data.find_task(name, cfg)
             mode = options.mode or ("predict" if task.metrics else "loss")
             metrics, lines = modes[mode](params, cfg, name, options.split, tokenizer)
