@@ -58,9 +58,10 @@ def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:
         for ids, kept in zip(batch.targets, is_content):
             num_bytes += len(tokenizer.decode(ids[kept]).encode())
     # Divide once, so that each token has the same weight.
-    metrics, nats = model.mean_metrics(sums), content["cross_ent_loss"]
+    metrics = model.mean_metrics(sums)
     metrics["content_loss"] = model.mean_metrics(content)["cross_ent_loss"]
-    metrics["bits_per_byte"] = nats / math.log(2) / max(num_bytes, 1)
+    bits = content["cross_ent_loss"] / math.log(2)
+    metrics["bits_per_byte"] = bits / max(num_bytes, 1)
     return {name: float(value) for name, value in metrics.items()}
 
 
