@@ -135,12 +135,13 @@ def compare(task: data.Task, examples, targets, outputs) -> tuple[dict, list[dic
 
     A line is the example with the fields output, target and prediction.
     """
-    targets = [postprocess(task, *pair, True) for pair in zip(targets, examples)]
-    predictions = [postprocess(task, *pair, False) for pair in zip(outputs, examples)]
-    columns = zip(outputs, targets, predictions)
-    names = "output", "target", "prediction"
-    lines = [x | dict(zip(names, values)) for x, values in zip(examples, columns)]
-    metrics = {}
+    lines, metrics = [], {}
+    for example, target, output in zip(examples, targets, outputs):
+        target = postprocess(task, target, example, True)
+        prediction = postprocess(task, output, example, False)
+        added = {"output": output, "target": target, "prediction": prediction}
+        lines.append(example | added)
+    targets, predictions = ([x[key] for x in lines] for key in ("target", "prediction"))
     for function in metric_functions(task):
         values = function(targets, predictions)
         if twice := metrics.keys() & values.keys():
