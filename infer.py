@@ -191,7 +191,7 @@ def filter_logits(logits: Array, top_k: int, top_p: float) -> Array:
         top = lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
         logits = jnp.where(logits < top[..., -1:], -jnp.inf, logits)
     if 0 < top_p < 1:
-        ordered = -jnp.sort(-logits, axis=-1)
+        ordered = jnp.sort(logits, descending=True)
         probs = jax.nn.softmax(ordered)
         kept = jnp.cumsum(probs, axis=-1) - probs < top_p
         smallest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
