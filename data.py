@@ -379,12 +379,12 @@ def fill_rows(rows: list[list[Pair]], limits: tuple[int, int]) -> Batch:
     sides = []
     for side, limit in enumerate(limits):
         tokens, segments = np.zeros((2, len(rows), limit), np.int32)
-        for r, row in enumerate(rows):
+        for row, row_tokens, row_segments in zip(rows, tokens, segments):
             end = 0
             for number, example in enumerate(row, 1):
                 start, end = end, end + len(example[side])
-                tokens[r, start:end] = example[side]
-                segments[r, start:end] = number
+                row_tokens[start:end] = example[side]
+                row_segments[start:end] = number
         sides += tokens, segments
     inputs, input_segments, targets, segments = sides
     shifted = shift_right(targets, segments)
