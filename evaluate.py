@@ -282,8 +282,8 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
                 f"{name} has a right and a wrong choice with equal token ids, perhaps as "
                 f"--data.targets_length cuts them: {[texts[i] for i in group]}."
             )
-    numbered = (infer.Example(*pair) for pair in id_pairs)
-    scores = np.array(list(infer.process_examples(params, cfg, numbered, "score")))
+    pairs = itertools.starmap(infer.Example, id_pairs)
+    scores = np.array(list(infer.process_examples(params, cfg, pairs, "score")))
     lengths = [len(targets) for _, targets in id_pairs]
     if normalize:
         scores /= lengths

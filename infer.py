@@ -144,7 +144,7 @@ def append_ids(state: Outputs, log_probs: Array, t, *, decode_cfg, rngs) -> Outp
         ids = sample(log_probs, t, decode_cfg, rngs)
     else:
         ids = jnp.argmax(log_probs, axis=-1)
-    ids = jnp.where(state.done, data.PAD, ids).astype(jnp.int32)
+    ids = jnp.where(state.done, data.PAD, ids)
     added = jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0]
     return Outputs(
         state.ids.at[:, :, t].set(ids),
