@@ -158,7 +158,10 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
         model_writer=model,
         vocab_size=size,
         hard_vocab_limit=False,  # A small text gives fewer pieces.
-        **dict(pad_id=PAD, eos_id=EOS, unk_id=UNK, bos_id=-1),
+        pad_id=PAD,
+        eos_id=EOS,
+        unk_id=UNK,
+        bos_id=-1,
         character_coverage=0.9999,
         max_sentence_length=16_000,
         minloglevel=2,
