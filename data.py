@@ -378,7 +378,7 @@ def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
 
 
 def fill_rows(rows: list[list[Pair]], limits: tuple[int, int]) -> Batch:
-    """Write the examples of each row one after the other. limits: the lengths of a row."""
+    """Write the examples of each row one after the other. limits: the sizes of a row."""
     sides = []
     for side, limit in enumerate(limits):
         tokens, segments = np.zeros((2, len(rows), limit), np.int32)

@@ -349,7 +349,7 @@ def f1(targets, predictions):
 
 
 def words_of(text: str) -> list[str]:
-    """The words in lower case, without punctuation and articles: "The  Cat!" has "cat"."""
+    """Lower case words without punctuation and articles: "The  Cat!" becomes ["cat"]."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
 

@@ -466,7 +466,7 @@ def load_params(cfg: Config, run_dir: str, step: int) -> dict:
 
 
 def line_ids(line: dict, side: str, index: int, cfg: Config, tokenizer) -> list[int]:
-    """Return the ids of a side of a line: texts are tokenized, and ids stay as they are."""
+    """Return the ids of a side of a line: a text is tokenized, ids stay as they are."""
     value, size = line.get(side), cfg.model.vocab_size
     if isinstance(value, str):
         (ids,) = tokenizer.encode([value])
