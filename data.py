@@ -76,7 +76,8 @@ class Tokenizer:
         self.processor = sentencepiece.SentencePieceProcessor(model_proto=content)
 
     def set_pieces(self, serialized: bytes, pieces: list[str]) -> None:
-        self.serialized, self.size = serialized, len(pieces)
+        self.serialized = serialized
+        self.size = len(pieces)
         names = [re.fullmatch(r"\W?<extra_id_(\d+)>", piece) for piece in pieces]
         ids = {int(name[1]): i for i, name in enumerate(names) if name}
         self.extra_ids, self.first_sentinel = len(ids), ids.get(0)
@@ -167,9 +168,6 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
         minloglevel=2,
         num_threads=4,  # fixed, because another number gives another vocabulary
     )
-    processor = sentencepiece.SentencePieceProcessor(model_proto=model.getvalue())
-    if len(processor) < size:
-        print(f"data     so small a text has only {len(processor):,} pieces")
     return model.getvalue()
 
 
@@ -226,8 +224,7 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     kept = random_segmentation(length - noise, spans, rows, *key, length, 0)
     removed = random_segmentation(noise, spans, rows, *key, length, 1)
     lengths = np.stack([kept, removed], axis=2).ravel()  # kept and removed in turn
-    noise_mask = np.tile([False, True], rows * spans).repeat(lengths)
-    noise_mask = noise_mask.reshape(rows, length)
+    noise_mask = np.tile([False, True], rows * spans).repeat(lengths).reshape(rows, -1)
     # In the inputs, a sentinel overwrites the first token of each removed span. In the
     # targets, it overwrites the kept token before the span.
     span_starts = noise_mask & ~np.roll(noise_mask, 1, axis=1)
@@ -318,7 +315,7 @@ class Task(NamedTuple):
     preprocess: Callable = text_to_text  # makes a list of documents of a record
     metrics: tuple = ()  # names in evaluate.METRICS, or functions (targets, predictions)
     choices: tuple = ()  # the words for the classes 0, 1, ...
-    postprocess: str | Callable = ""  # a name in evaluate.POSTPROCESSORS, or a function
+    postprocess: str | Callable = ""  # "label" or "answers", or a function
     splits: tuple = ("train", "validation", "test")
     objective: Objective | None = None  # None: the documents are pairs already
     always_eos: bool = True  # False in T0, as `trim_and_add_eos` says
@@ -484,7 +481,8 @@ class Batches(Iterator):
     """
 
     def __init__(self, cfg: Config, tokenizer: Tokenizer, state: dict | None = None):
-        self.cfg, self.rates = cfg, trained_tasks(cfg)
+        self.cfg = cfg
+        self.rates = trained_tasks(cfg)
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
         self.state = state or {"row": 0, "tasks": dict.fromkeys(self.rates, Cursor())}
         self.cursors = {name: Cursor(*c) for name, c in self.state["tasks"].items()}
@@ -508,7 +506,7 @@ class Batches(Iterator):
 
     def choose_examples(self) -> list:
         """Take the next examples of all tasks, until they fill PACKED rows."""
-        names, rates = [*self.rates], np.array([*self.rates.values()])
+        names, rates = zip(*self.rates.items())
         totals = np.array([self.cursors[name].total for name in names])
         # The next example is of the task that is farthest behind its rate: rates of 3 and
         # 1 give a a a b a a a b. The fractions let tasks of equal rates take turns.
@@ -535,9 +533,8 @@ class Batches(Iterator):
         row_of = pack(sizes, self.limits) if self.cfg.data.pack else np.arange(len(sizes))
         bits = random_bits(row_of.max() + 1, self.cfg.train.seed, total, ROWS)
         rows = [[] for _ in bits]
-        # Each row gets another number.
         for r, example in zip(np.argsort(bits, kind="stable")[row_of], examples):
-            rows[r].append(example)
+            rows[r].append(example)  # Each row gets another number.
         packed = fill_rows(rows, self.limits)
         if not total:
             cut = (sizes >= self.limits).any(axis=1).mean()
@@ -545,14 +542,15 @@ class Batches(Iterator):
             inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
             print(f"data     {cut:.0%} of the examples fill a row or were cut")
             print(
-                f"data     the rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full"
+                f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full"
             )
             print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
         return packed
 
     def make_batches(self) -> Iterator:
         """Yield (batch, the state after it)."""
-        rows, first = [], self.state["row"]
+        rows = []
+        first = self.state["row"]
         while True:
             tasks = self.cursors.copy()
             packed = self.pack_rows()
@@ -577,7 +575,8 @@ def batches_of_split(
         tokenized += more
     key = cfg.train.seed, zlib.crc32(name.encode()), NOISE
     examples = make_examples(tokenized[:limit], task, tokenizer, cfg, *key)
-    size, limits = cfg.train.batch_size, (cfg.data.inputs_length, cfg.data.targets_length)
+    limits = cfg.data.inputs_length, cfg.data.targets_length
+    size = cfg.train.batch_size
     rows = [[example] for example in examples]
     rows += [[]] * (-len(rows) % size)
     return [fill_rows(rows[i : i + size], limits) for i in range(0, len(rows), size)]
@@ -655,7 +654,8 @@ def read_python():
     """Return the pages of Python's manual, and the docstrings of each of its modules."""
     from pydoc_data.topics import topics
 
-    kinds, texts = (ast.Module, ast.ClassDef, ast.FunctionDef), list(topics.values())
+    texts = list(topics.values())
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
     for path in sorted(Path(ast.__file__).parent.glob("*.py")):
         nodes = ast.walk(ast.parse(path.read_bytes()))
         docs = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
@@ -790,7 +790,8 @@ def mixture_rates(name: str, cfg: Config) -> dict[str, float]:
         configs.load_extras()
     if name not in MIXTURES:
         return {name: 1.0}
-    rates, members = Counter(), MIXTURES[name]
+    rates = Counter()
+    members = MIXTURES[name]
     has_source = cfg.data.validation_source or (cfg.data.source and not callable(members))
     if has_source and name == cfg.data.task:
         raise UserError(f"The mixture {name} has no sources of its own: its tasks have.")
@@ -827,10 +828,7 @@ def find_task(name: str, cfg: Config) -> Task:
 
 
 def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
-    """Return a task and the files of a split, [] if it lacks the split.
-
-    If a run trains on files without {split} in their names, a part of them is held out.
-    """
+    """Return a task and the files of a split, [] if it lacks the split."""
     task = find_task(name, cfg)
     validation_source = cfg.data.validation_source if name == cfg.data.task else ""
     if validation_source and split == "validation":
@@ -838,6 +836,7 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     files = open_source(task.source, split, cfg) if split in task.splits else []
     if validation_source or re.search(r"{split}|^(hf|tfds|seqio):", task.source):
         return task, files
+    # If a run trains on files without {split} in their names, a part of them is held out.
     train_sources = [find_task(other, cfg).source for other in trained_tasks(cfg)]
     if full_name(task.source) not in map(full_name, train_sources):
         return task, files

@@ -118,8 +118,21 @@ def postprocess(task: data.Task, text: str, example: dict, is_target: bool):
     """Turn a target or an output into the value that the metrics of a task compare."""
     if task.postprocess == "label":
         return task.choices.index(text) if text in task.choices else -1
-    function = POSTPROCESSORS.get(task.postprocess, task.postprocess)
-    return function(text, example=example, is_target=is_target) if function else text
+    if task.postprocess == "answers":
+        return all_answers(example) if is_target else text
+    if task.postprocess:
+        return task.postprocess(text, example=example, is_target=is_target)
+    return text
+
+
+def all_answers(example: dict) -> list[str]:
+    """Return the right answers of a question, such as those of SQuAD."""
+    answers = example["answers"]
+    if isinstance(answers, dict):  # as on the Hugging Face Hub
+        answers = answers["text"]
+    if not len(answers):
+        raise UserError(f"An example has no answers: {str(example)[:200]}")
+    return [answers] if isinstance(answers, str) else list(answers)
 
 
 def metric_functions(task: data.Task) -> list:
@@ -372,24 +385,6 @@ def squad(targets, predictions):
 
 
 METRICS |= {metric.__name__: metric for metric in (accuracy, bleu, rouge, f1, squad)}
-
-
-# ---- postprocessors, besides "label" and functions -------------------------------------
-
-
-def all_answers(text: str, example: dict, is_target: bool):
-    """All right answers of the example for a target, and the text for a prediction."""
-    if not is_target:
-        return text
-    answers = example["answers"]
-    if isinstance(answers, dict):  # as in SQuAD on the Hugging Face Hub
-        answers = answers["text"]
-    if not len(answers):
-        raise UserError(f"An example has no answers: {str(example)[:200]}")
-    return [answers] if isinstance(answers, str) else list(answers)
-
-
-POSTPROCESSORS = {"answers": all_answers}
 
 
 # ---- files and tables ------------------------------------------------------------------

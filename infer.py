@@ -71,7 +71,8 @@ def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, b
     An item of the cache is [keys, values], both [B, H, length * beams, C]. An item of
     layers is what all steps share: weights, keys and values of cross-attention, and bias.
     """
-    stack, cache, layers = params["decoder"], [], []
+    stack = params["decoder"]
+    cache, layers = [], []
     for i in range(arch.num_decoder_layers):
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
         w = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
@@ -346,6 +347,11 @@ def mean_vectors(params: dict, batch: data.Batch, arch: ModelConfig) -> Array:
 # ---- batches of examples ---------------------------------------------------------------
 
 
+def window_size(cfg: Config) -> int:
+    """Return how many examples are sorted by length at a time: those of 16 batches."""
+    return 16 * cfg.decode.batch_size
+
+
 class Example(NamedTuple):
     inputs: Sequence  # token ids, with EOS if the task has it
     targets: Sequence = ()
@@ -357,11 +363,12 @@ def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
     """Yield the result of each example, in order.
 
     The result of "predict" is (outputs, scores), with the best output first, of "score" a
-    number, and of "encode" a vector. 16 batches are sorted by length at a time.
+    number, and of "encode" a vector.
     """
-    examples, size = iter(examples), cfg.decode.batch_size
+    examples = iter(examples)
+    size = cfg.decode.batch_size
     with tqdm(desc=mode, unit=" examples", leave=False, disable=None) as bar:
-        while window := list(itertools.islice(examples, 16 * size)):
+        while window := list(itertools.islice(examples, window_size(cfg))):
             order = sorted(range(len(window)), key=lambda i: len(window[i].inputs))
             results = {}
             for start in range(0, len(order), size):
@@ -467,7 +474,8 @@ def load_params(cfg: Config, run_dir: str, step: int) -> dict:
 
 def line_ids(line: dict, side: str, index: int, cfg: Config, tokenizer) -> list[int]:
     """Return the ids of a side of a line: a text is tokenized, ids stay as they are."""
-    value, size = line.get(side), cfg.model.vocab_size
+    size = cfg.model.vocab_size
+    value = line.get(side)
     if isinstance(value, str):
         (ids,) = tokenizer.encode([value])
         ended = data.trim_and_add_eos(ids, side, data.Task(), cfg.data).tolist()
@@ -571,11 +579,12 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     cfg, mode = options.cfg, options.mode
     if os.path.exists(options.output):
         raise UserError(f"{options.output} exists already: name another --output.")
-    examples, file, done = read_input(options, tokenizer), None, 0
+    examples = read_input(options, tokenizer)
+    file, done = None, 0
     if partition.is_main_process():
         digest = job_digest(options, step, tokenizer)
         file = open(f"{options.output}.{digest}.partial", "a+b")
-        done = skip_answered(file, examples, 16 * cfg.decode.batch_size)
+        done = skip_answered(file, examples, window_size(cfg))
     done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
     if done:
         configs.note(f"{done:,} answers of a killed command are there already.")

@@ -2374,13 +2374,13 @@ CITY = ["Paris", "the city"]
     ids=str,
 )
 def test_answers_of_squad_are_a_text_or_a_list_or_a_dict(given, expected):
-    example = {"answers": given}
-    assert evaluate.all_answers("x", example, is_target=False) == "x"
+    task, example = data.Task(postprocess="answers"), {"answers": given}
+    assert evaluate.postprocess(task, "x", example, is_target=False) == "x"
     if expected is None:
         with pytest.raises(UserError):
-            evaluate.all_answers("x", example, is_target=True)
+            evaluate.postprocess(task, "x", example, is_target=True)
         return
-    found = evaluate.all_answers("x", example, is_target=True)
+    found = evaluate.postprocess(task, "x", example, is_target=True)
     assert found == expected
     assert evaluate.METRICS["squad"]([found], ["paris"]) == {"em": 100.0, "f1": 100.0}
 
