@@ -3370,6 +3370,7 @@ def test_a_new_folder_appears_only_when_it_is_complete(tmp_path, monkeypatch):
     convert.convert(source, tmp_path / "run")
     with pytest.raises(UserError, match=re.escape(str(tmp_path / "run"))):
         convert.convert(tmp_path / "run", new)
+    (tmp_path / "half").mkdir()  # An empty folder may be there already.
     convert.convert(tmp_path / "run", tmp_path / "half", to="hf", dtype="bfloat16")
     found = params_of(tmp_path / "half")["embed"]
     assert_array_equal(found, state["shared.weight"].astype(jnp.bfloat16))
@@ -3521,12 +3522,16 @@ def test_other_versions_of_t5x_are_refused(tmp_path):
         ("RelativePositionBiases.max_distance = 7", {"relative_max_distance": 7}),
     ],
 )
-def test_gin_files_state_what_weights_do_not_show(text, expected, tmp_path):
+def test_gin_files_state_what_weights_do_not_show(text, expected, tmp_path, capsys):
     """The last statement counts, and the folder of the checkpoint before its parent."""
     m, inner = ModelConfig(), tmp_path / "checkpoint_5"
     inner.mkdir()
     (tmp_path / "operative_config.gin").write_text(text)
     assert convert.with_gin(m, [inner, tmp_path]) == replace(m, **expected)
+    printed = capsys.readouterr().out  # what is assumed
+    assert {
+        name for name in convert.GIN if name in printed
+    } == convert.GIN.keys() - expected
     (inner / "config.gin").write_text(
         "RelativePositionBiases.max_distance = 9\nT5Config.dropout_rate = 0.5\n"
         "mlp_activations = ('silu',)"
