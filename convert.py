@@ -434,8 +434,8 @@ def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndar
     tied_4 = config.get("tie_word_embeddings", not is_mt5)  # in version 4
     if scaled != tied_4 or tied_4 and not is_equal:
         print(
-            "Versions 4 and 5 of transformers read tie_word_embeddings of this config.json "
-            "in two ways. This model gets the logits of version 5."
+            "Versions 4 and 5 of transformers read tie_word_embeddings of config.json in "
+            "two ways. This model gets the logits of version 5."
         )
     if not (is_equal and scaled):
         rest["lm_head.weight"] = head * np.float32(head.shape[1] ** -0.5 if scaled else 1)

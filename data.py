@@ -197,7 +197,7 @@ def tokens_per_example(data_cfg: DataConfig) -> int:
 
 
 def random_bits(count: int, *key: int) -> np.ndarray:
-    """Return random integers of 64 bits, which depend only on the key (not one of JAX)."""
+    """Return random integers of 64 bits, which depend only on the key (not of JAX)."""
     return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
 
 

@@ -45,13 +45,13 @@ from configs import Config, DecodeConfig, ModelConfig, UserError
 from partition import shard
 
 # ---- the cache and one decoding step ---------------------------------------------------
-# Greedy decoding takes the most probable next id by model.forward, again and again. A cache
-# of keys and values avoids that earlier positions are computed again.
+# Greedy decoding takes the most probable next id by model.forward, again and again. A
+# cache of keys and values avoids that earlier positions are computed again.
 #
-# The N beams of an example share a cache (N is 1 in greedy decoding): the key of position t
-# of beam m is at index t * N + m. A mask hides the keys of other beams. When beam search
-# reorders the beams, only this mask changes. To copy the cache would take a quarter more
-# time.
+# The N beams of an example share a cache (N is 1 in greedy decoding): the key of position
+# t of beam m is at index t * N + m. A mask hides the keys of other beams. When beam
+# search reorders the beams, only this mask changes. To copy the cache would take a
+# quarter more time.
 
 
 def attend_to_cache(q: Array, k: Array, v: Array, mask: Array, bias=None) -> Array:
@@ -77,8 +77,8 @@ def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, b
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
         w = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
         w = model.gather_weights("decoder", w, arch)
-        rel_bias = model.relative_bias(stack, w["self_attention"], arch)
-        bias = model.position_bias(rel_bias, length, length, False, arch)
+        relative_bias = model.relative_bias_of(stack, w["self_attention"], arch)
+        bias = model.position_bias(relative_bias, length, length, False, arch)
         cross_kv = model.keys_values(w["cross_attention"], encoded, arch)
         B, H, _, C = cross_kv[0].shape
         empty = jnp.zeros((B, H, length * beams, C), encoded.dtype)

@@ -194,24 +194,24 @@ def relative_bucket(
     return offset + np.where(distance < max_exact, distance, large)
 
 
-def relative_bias(stack: dict, w: dict, arch: ModelConfig) -> Array:
+def relative_bias_of(stack: dict, w: dict, arch: ModelConfig) -> Array:
     """Return the position biases [H, R] of a layer: its own in UMT5, else its stack's."""
     return (w if arch.layer_biases else stack)["relative_bias"]
 
 
 def position_bias(
-    rel_bias: Array, Q: int, K: int, bidirectional: bool, arch: ModelConfig
+    relative_bias: Array, Q: int, K: int, bidirectional: bool, arch: ModelConfig
 ) -> Array:
     """Return the bias [H, Q, K] that is added to the attention scores.
 
-    rel_bias [H, R]: the learned bias of each head and bucket. The lookup is a matmul with
-    one-hot vectors, because the gradient of a matmul is fast. Each layer repeats it, so
-    that devices sum a gradient of the shape [H, R], and not [H, Q, K].
+    relative_bias [H, R]: the learned bias of each head and bucket. The lookup is a matmul
+    with one-hot vectors, because the gradient of a matmul is fast. Each layer repeats it,
+    so that devices sum a gradient of the shape [H, R], and not [H, Q, K].
     """
     relative_position = np.arange(K) - np.arange(Q)[:, None]
     bucket = relative_bucket(relative_position, bidirectional, arch)
     one_hot = jax.nn.one_hot(bucket, arch.relative_buckets, axis=0, dtype=jnp.float32)
-    return jnp.einsum("hr,rqk->hqk", rel_bias.astype(jnp.float32), one_hot)
+    return jnp.einsum("hr,rqk->hqk", relative_bias.astype(jnp.float32), one_hot)
 
 
 def attention_mask(
@@ -319,8 +319,8 @@ def encode(
     mask = attention_mask(segments, segments)
 
     def layer(w, x, rng):
-        rel_bias = relative_bias(params["encoder"], w["attention"], arch)
-        attend = attend_on_mesh(mask, arch, rel_bias, bidirectional=True)
+        relative_bias = relative_bias_of(params["encoder"], w["attention"], arch)
+        attend = attend_on_mesh(mask, arch, relative_bias, bidirectional=True)
         return encoder_layer(w, x, attend, arch, rng)
 
     x = embed(params, inputs, arch, rng_embed)
@@ -358,8 +358,8 @@ def decode(params: dict, batch, encoded: Array, arch: ModelConfig, rng=None) -> 
     cross_attend = attend_on_mesh(cross_mask, arch)
 
     def layer(w, x, rng):
-        rel_bias = relative_bias(params["decoder"], w["self_attention"], arch)
-        attend = attend_on_mesh(mask, arch, rel_bias)
+        relative_bias = relative_bias_of(params["decoder"], w["self_attention"], arch)
+        attend = attend_on_mesh(mask, arch, relative_bias)
         cross_kv = keys_values(w["cross_attention"], encoded, arch)
         return decoder_layer(w, x, cross_kv, attend, cross_attend, arch, rng)
 
@@ -436,8 +436,8 @@ def plain_loss_sums(
 ) -> tuple[Array, dict]:
     """Return the training loss and a dict of sums over the target tokens.
 
-    unembedding: {"unembed": [D, V]}, or {"embed": [V, D]} if tied. x [B, T, D]: the output
-    of the decoder. loss_weights [B, T]: 1 for the tokens that count, else 0.
+    unembedding: {"unembed": [D, V]}, or {"embed": [V, D]} if tied. x [B, T, D]: output of
+    the decoder. loss_weights [B, T]: 1 for the tokens that count, else 0.
     """
     logits = compute_logits(unembedding, x, cfg.model)
     losses = cross_entropy(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
@@ -508,12 +508,12 @@ def dense(x: Array, w: Array) -> Array:
 
 
 def attend_on_mesh(
-    mask: Array, arch: ModelConfig, rel_bias=None, bidirectional: bool = False
+    mask: Array, arch: ModelConfig, relative_bias=None, bidirectional: bool = False
 ) -> Callable:
     """Return a function (q, k, v) that computes attention on all devices.
 
     Each device attends for its own rows and heads, without communication.
-    rel_bias [H, R]: the position biases, or None in cross-attention.
+    relative_bias [H, R]: the position biases, or None in cross-attention.
     """
     attend = dot_product_attention
     if resolve_auto(arch).attention == "kernel":
@@ -521,16 +521,17 @@ def attend_on_mesh(
 
         attend = attention_kernel.attend  # faster; on a GPU, with a bias in bfloat16
 
-    def local(q, k, v, mask, rel_bias):
+    def local(q, k, v, mask, relative_bias):
         bias = None
-        if rel_bias is not None:
-            bias = position_bias(rel_bias, q.shape[2], k.shape[2], bidirectional, arch)
+        if relative_bias is not None:
+            Q, K = q.shape[2], k.shape[2]
+            bias = position_bias(relative_bias, Q, K, bidirectional, arch)
         return attend(q, k, v, mask, bias)
 
     by_head = spec(("batch", "heads"))
     in_specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
     sharded = jax.shard_map(local, in_specs=in_specs, out_specs=by_head, check_vma=False)
-    return lambda q, k, v: sharded(q, k, v, mask, rel_bias)
+    return lambda q, k, v: sharded(q, k, v, mask, relative_bias)
 
 
 def save_attention(operation, *args, **params) -> bool:

@@ -42,8 +42,8 @@ from configs import Config, UserError
 #   splits the stored weights over "data". Each layer gathers its weights before use.
 
 # The logical axes (names of dimensions) that are split, and the mesh axis that splits
-# each, as in Flax and T5X. The compiler chooses the sharding of all other arrays, and adds
-# the communication.
+# each, as in Flax and T5X. The compiler chooses the sharding of all other arrays, and
+# adds the communication.
 RULES = {"batch": "data", "vocab": "model", "heads": "model", "mlp": "model"}
 
 

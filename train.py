@@ -420,7 +420,7 @@ class Evaluations:
             )
 
     def __call__(self, step: int, params: dict) -> bool:
-        """Make the evaluations that are due and not in the log. Return whether any was."""
+        """Make the evaluations that are due and not in the log. Return if there were any."""
         train_cfg = self.cfg.train
         evaluated = False
         for group, (every, function) in self.groups.items():
