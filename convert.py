@@ -121,8 +121,8 @@ def all_foreign_names(arch: ModelConfig) -> Iterator[tuple]:
 # ---- from T5X to plain T5 --------------------------------------------------------------
 
 
-class Weights(NamedTuple):
-    """A model in memory, in the form of a run."""
+class Run(NamedTuple):
+    """A run in memory: a model of any format in the form of plain T5."""
 
     cfg: Config
     arrays: dict[str, np.ndarray]  # "step", "params/...", and perhaps "opt_state/..."
@@ -553,23 +553,25 @@ def is_run(source: Path) -> bool:
     return any(source.glob("checkpoints/step_*")) or (source / "complete").exists()
 
 
-def read_run(source: Path, step: str) -> Weights:
+def read_run(source: Path, step: str) -> Run:
     """Read all arrays of a checkpoint."""
-    run = configs.run_dir_of(source)
-    cfg, _ = configs.load_run(run)
-    if source == run:
-        source = partition.Checkpoints(run).path(partition.resolve_step(run, step))
+    run_dir = configs.run_dir_of(source)
+    cfg, _ = configs.load_run(run_dir)
+    if source == run_dir:
+        source = partition.Checkpoints(run_dir).path(
+            partition.resolve_step(run_dir, step)
+        )
     arrays = {
         name: partition.read_slice(headers, [slice(None)] * len(headers[0]["shape"]), {})
         for name, headers in partition.read_manifest(source)[0].items()
     }
-    files = [run / name for name in ("spiece.model", "tokenizer.json")]
+    files = [run_dir / name for name in ("spiece.model", "tokenizer.json")]
     has_vocabulary = cfg.data.vocab == "bytes" or any(file.exists() for file in files)
-    tokenizer = data.load_tokenizer(cfg, run) if has_vocabulary else None
-    return Weights(cfg, arrays, tokenizer)
+    tokenizer = data.load_tokenizer(cfg, run_dir) if has_vocabulary else None
+    return Run(cfg, arrays, tokenizer)
 
 
-def read_model(source: Path, step: str = "latest") -> Weights:
+def read_model(source: Path, step: str = "latest") -> Run:
     """Read a model in any format."""
     if is_run(source):
         return read_run(source, step)
@@ -603,29 +605,29 @@ def read_model(source: Path, step: str = "latest") -> Weights:
     tokenizer = data.load_tokenizer(cfg) if vocab else None
     name = Path(data_config.vocab).name  # The run keeps a copy of the file.
     cfg = replace(cfg, data=replace(data_config, vocab=name))
-    return Weights(cfg, arrays, tokenizer)
+    return Run(cfg, arrays, tokenizer)
 
 
-def write_run(weights: Weights, folder: Path) -> None:
+def write_run(run: Run, folder: Path) -> None:
     facts = {}
-    if weights.tokenizer:
-        weights.tokenizer.save(folder)
-        facts["vocabulary"] = weights.tokenizer.sha256
-    arrays = jax.tree.map(jnp.asarray, weights.arrays)
-    partition.Checkpoints(folder).save(arrays, weights.step)
-    configs.save_run(weights.cfg, folder, **facts)
+    if run.tokenizer:
+        run.tokenizer.save(folder)
+        facts["vocabulary"] = run.tokenizer.sha256
+    arrays = jax.tree.map(jnp.asarray, run.arrays)
+    partition.Checkpoints(folder).save(arrays, run.step)
+    configs.save_run(run.cfg, folder, **facts)
 
 
-def write_hf(weights: Weights, folder: Path, dtype: np.dtype) -> None:
+def write_hf(run: Run, folder: Path, dtype: np.dtype) -> None:
     """Write a folder for the library transformers.
 
     Its versions 4 and 5 agree on the logits, because tie_word_embeddings is stated, and
     lm_head.weight is there only if the model is not tied.
     """
-    arch = weights.cfg.model
+    arch = run.cfg.model
     arrays = {}
     for path, layer, _, name in all_foreign_names(arch):
-        array = weights.arrays[f"params/{path}"][layer]
+        array = run.arrays[f"params/{path}"][layer]
         arrays[name] = np.ascontiguousarray(array if path == "embed" else array.T, dtype)
     safetensors.numpy.save_file(arrays, folder / "model.safetensors", {"format": "pt"})
     family = "umt5" if arch.layer_biases else "t5"
@@ -643,9 +645,9 @@ def write_hf(weights: Weights, folder: Path, dtype: np.dtype) -> None:
     }
     write_json(folder / "config.json", config)
     write_json(folder / "generation_config.json", SPECIAL)
-    if weights.tokenizer:
-        write_hf_vocabulary(weights.tokenizer, folder, arch.vocab_size)
-        if family == "umt5" and weights.tokenizer.file_name == "spiece.model":
+    if run.tokenizer:
+        write_hf_vocabulary(run.tokenizer, folder, arch.vocab_size)
+        if family == "umt5" and run.tokenizer.file_name == "spiece.model":
             print("Read its vocabulary with T5Tokenizer: AutoTokenizer fails for UMT5.")
 
 
@@ -653,12 +655,12 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def compare(weights: Weights, written: Weights, dtype: np.dtype) -> None:
+def check_written(run: Run, written: Run, dtype: np.dtype) -> None:
     """Stop if written arrays differ, or if another network is read."""
-    wanted = configs.with_network_of(written.cfg, weights.cfg)
+    wanted = configs.with_network_of(written.cfg, run.cfg)
     configs.refuse_differences(written.cfg, wanted, ["data"], "The written model")
     for name, array in written.arrays.items():
-        expected = np.asarray(weights.arrays[name])
+        expected = np.asarray(run.arrays[name])
         if name.startswith("params/"):
             expected = expected.astype(dtype).astype(np.float32)
         # Hugging Face does not store the step.
@@ -694,28 +696,26 @@ def convert(
     temporary = destination.with_name(f".{destination.name}.tmp{os.getpid()}")
     temporary.mkdir(parents=True)
     try:
-        weights = read_model(source, step)
+        run = read_model(source, step)
         if to == "plain":
-            write_run(weights, temporary)
+            write_run(run, temporary)
         elif to == "hf":
-            write_hf(weights, temporary, np_dtype)
+            write_hf(run, temporary, np_dtype)
         else:
             from extras import to_t5x
 
-            names = all_foreign_names(weights.cfg.model)
-            to_t5x.write(weights, names, temporary, np_dtype)
-        compare(weights, read_model(temporary), np_dtype)
+            names = all_foreign_names(run.cfg.model)
+            to_t5x.write(run, names, temporary, np_dtype)
+        check_written(run, read_model(temporary), np_dtype)
         temporary.rename(destination)
     except Exception as error:
         error.add_note(f"{src} was not converted.")
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    params = model.count_params(model.param_table(weights.cfg.model))
-    print(
-        f"converted {src}, {params:,} parameters after {weights.step:,} steps, to {dst}"
-    )
-    if not weights.tokenizer:
+    params = model.count_params(model.param_table(run.cfg.model))
+    print(f"converted {src}, {params:,} parameters after {run.step:,} steps, to {dst}")
+    if not run.tokenizer:
         print(f"{src} has no vocabulary: copy its spiece.model into {dst}.")
 
 

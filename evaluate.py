@@ -143,7 +143,9 @@ def metric_functions(task: data.Task) -> list:
     return functions
 
 
-def compare(task: data.Task, examples, targets, outputs) -> tuple[dict, list[dict]]:
+def compute_metrics(
+    task: data.Task, examples, targets, outputs
+) -> tuple[dict, list[dict]]:
     """Return the metrics, such as {"accuracy": 50.0}, and a line for each example.
 
     A line is the example with the fields output, target and prediction.
@@ -165,8 +167,8 @@ def compare(task: data.Task, examples, targets, outputs) -> tuple[dict, list[dic
 
 def check_metrics(name: str, task: data.Task, examples, targets: list, written: list):
     """Compare the metrics of perfect answers. written: targets, encoded and decoded."""
-    best, _ = compare(task, examples, targets, targets)
-    possible, _ = compare(task, examples, targets, written)
+    best, _ = compute_metrics(task, examples, targets, targets)
+    possible, _ = compute_metrics(task, examples, targets, written)
     if str(possible) != str(best):
         configs.note(
             f"{name}: a perfect model has {possible}, not {best}. The vocabulary cannot "
@@ -188,7 +190,7 @@ def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
     numbered = (infer.Example(*pair, number) for number, pair in enumerate(pairs))
     results = infer.process_examples(params, cfg, numbered)
     outputs = [tokenizer.decode(best_first[0]) for best_first, _ in results]
-    return compare(task, examples, targets, outputs)
+    return compute_metrics(task, examples, targets, outputs)
 
 
 # ---- rank classification ---------------------------------------------------------------
@@ -450,7 +452,9 @@ def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> st
     return name if options.split == "validation" else f"{name}-{options.split}"
 
 
-def record(folder, step: int, name: str, mode: str, metrics: dict, lines: list) -> None:
+def save_metrics(
+    folder, step: int, name: str, mode: str, metrics: dict, lines: list
+) -> None:
     """Append the metrics to FOLDER/metrics.jsonl, and write the outputs beside it."""
     kind = "training_eval" if mode == "loss" else "inference_eval"
     line = {f"{kind}/{name}/{metric}": value for metric, value in metrics.items()}
@@ -492,7 +496,7 @@ def main() -> None:
                 print(f"  {metric:22} {value:.4f}")
             if partition.is_main_process():
                 name = recorded_name(name, mode, options, run_cfg)
-                record(folder, step, name, mode, metrics, lines)
+                save_metrics(folder, step, name, mode, metrics, lines)
     if partition.is_main_process():
         table = read_metrics([options.run_dir, folder])
         if options.csv:

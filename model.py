@@ -395,9 +395,8 @@ def forward(params: dict, batch, arch: ModelConfig, rng=None) -> Array:
 
 # ---- loss ------------------------------------------------------------------------------
 # loss_fn                    runs the network
-#   loss_sums                takes all logits at once, or chunks (in extras/)
-#     plain_loss_sums        computes logits, and sums the losses of all tokens
-#       cross_entropy        the losses of each token
+#   loss_sums                computes logits, and sums the losses of all tokens
+#     cross_entropy          the losses of each token
 
 
 def cross_entropy(
@@ -431,32 +430,25 @@ def cross_entropy(
     }
 
 
-def plain_loss_sums(
-    unembedding: dict, x: Array, targets: Array, loss_weights: Array, cfg: Config
+def loss_sums(
+    params: dict, x: Array, targets: Array, loss_weights: Array, cfg: Config
 ) -> tuple[Array, dict]:
     """Return the training loss and a dict of sums over the target tokens.
 
-    unembedding: {"unembed": [D, V]}, or {"embed": [V, D]} if tied. x [B, T, D]: output of
-    the decoder. loss_weights [B, T]: 1 for the tokens that count, else 0.
+    params: those of the output matrix are enough. x [B, T, D]: the output of the decoder.
+    loss_weights [B, T]: 1 for the tokens that count, else 0.
     """
-    logits = compute_logits(unembedding, x, cfg.model)
+    if resolve_auto(cfg.model).loss == "chunked":
+        from extras import chunked_loss
+
+        name = "embed" if cfg.model.tied else "unembed"
+        compute = chunked_loss.chunked_sums  # the same result, with less memory
+        return compute({name: params[name]}, x, targets, loss_weights, cfg)
+    logits = compute_logits(params, x, cfg.model)
     losses = cross_entropy(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
     sums = {name: jnp.sum(loss * loss_weights) for name, loss in losses.items()}
     sums["tokens"] = jnp.sum(loss_weights)
     return sums["cross_ent_loss"] + sums["z_loss"], sums
-
-
-def loss_sums(
-    params: dict, x: Array, targets: Array, loss_weights: Array, cfg: Config
-) -> tuple[Array, dict]:
-    """Compute plain_loss_sums, or the same in chunks of tokens, which saves memory."""
-    compute = plain_loss_sums
-    if resolve_auto(cfg.model).loss == "chunked":
-        from extras import chunked_loss
-
-        compute = chunked_loss.chunked_sums  # the same result, with less memory
-    name = "embed" if cfg.model.tied else "unembed"
-    return compute({name: params[name]}, x, targets, loss_weights, cfg)
 
 
 def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:

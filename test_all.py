@@ -1,4 +1,4 @@
-"""Test plain T5: first the lessons (but for convert), then all else, file by file.
+"""Test plain T5: first the lessons, then all else, file by file.
 
 A lesson is a short test that explains one idea, and checks it against a slow version in
 plain Python or a result by hand. The other tests compare plain T5 with recorded results of
@@ -135,7 +135,7 @@ def assert_equal(a, b):
         assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-# ---- lessons: model, data, train, infer, partition, evaluate ---------------------------
+# ---- lessons: model, data, train, infer, partition, evaluate, convert ------------------
 
 
 def make_packed(cfg=SMALL, seed=0):
@@ -697,6 +697,37 @@ def test_lesson_evaluate_the_most_probable_choice_is_the_answer():
     assert evaluate.rank_classification(choices, scores) == {"accuracy": 50.0}
     normalized = evaluate.rank_classification(choices, scores, normalize=True)
     assert normalized == {"accuracy": 100.0}
+
+
+def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
+    """T5X stores a matrix as [inputs, outputs], PyTorch as [outputs, inputs].
+
+    Both have one array for each layer, and plain T5 stacks them. A square matrix would fit
+    without the transpose, but the model would compute nonsense.
+    """
+    theirs = hf_state(SMALL.model)
+    params = params_of(write_model(tmp_path / "hf", SMALL.model, theirs))
+    name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
+    assert theirs[name].shape == (40, 48)  # d_model, d_ff
+    assert_array_equal(params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T)
+    t5x, hugging_face = convert.foreign_names("decoder/layers/mlp/down", layer=2)
+    assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
+
+
+def test_lesson_convert_a_tied_model_scales_its_logits():
+    """T5 1.0 multiplies the output of the decoder by d_model^-0.5, T5 1.1 does not.
+
+    If Hugging Face has another mixture, the factor becomes a part of the output layer.
+    """
+    embed, head = np.ones((7, 4), np.float32), np.full((7, 4), 8, np.float32)
+
+    def convert_head(head, **config):
+        arrays = {"decoder.block.0": embed, "shared.weight": embed, HEAD: head}
+        return convert.one_embedding(arrays, config, "model").get("lm_head.weight")
+
+    assert convert_head(embed, tie_word_embeddings=True) is None
+    assert convert_head(head, tie_word_embeddings=False)[0, 0] == 8
+    assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
 
 
 # ---- helpers of the other tests --------------------------------------------------------
@@ -2476,17 +2507,17 @@ def test_a_text_becomes_a_value_and_the_values_become_metrics():
     half = lambda targets, predictions: {"half": 0.5 * len(targets)}
     task = data.Task(metrics=("accuracy", half), postprocess=number)
     texts = ["4", "7"], ["5", "7"]
-    metrics, lines = evaluate.compare(task, rows, *texts)
+    metrics, lines = evaluate.compute_metrics(task, rows, *texts)
     assert lines[0] == {"add": 2, "output": "5", "target": 6, "prediction": 5}
     assert metrics == {"accuracy": 50.0, "half": 1.0}
     label = data.Task(choices=("no", "yes"), postprocess="label")
-    metrics, lines = evaluate.compare(label, rows, ["yes", "no"], ["yes", "No"])
+    metrics, lines = evaluate.compute_metrics(label, rows, ["yes", "no"], ["yes", "No"])
     assert [(x["target"], x["prediction"]) for x in lines] == [(1, 1), (0, -1)]
     assert metrics == {"accuracy": 50.0}  # by default
     with pytest.raises(UserError, match="half"):
-        evaluate.compare(task._replace(metrics=(half, half)), rows, *texts)
+        evaluate.compute_metrics(task._replace(metrics=(half, half)), rows, *texts)
     with pytest.raises(UserError, match="f2"):
-        evaluate.compare(task._replace(metrics=("f2",)), rows, *texts)
+        evaluate.compute_metrics(task._replace(metrics=("f2",)), rows, *texts)
 
 
 @pytest.fixture
@@ -3096,7 +3127,7 @@ def write_model(folder, m, state, kind="safetensors", **more):
 
 
 def params_of(weights):
-    """Return the parameters of convert.Weights, or of a folder, as a nested dict."""
+    """Return the parameters of a convert.Run, or of a folder, as a nested dict."""
     weights = convert.read_model(weights) if isinstance(weights, Path) else weights
     return unflatten(weights.arrays)
 
@@ -3374,37 +3405,6 @@ def test_a_new_folder_appears_only_when_it_is_complete(tmp_path, monkeypatch):
     convert.convert(tmp_path / "run", tmp_path / "half", to="hf", dtype="bfloat16")
     found = params_of(tmp_path / "half")["embed"]
     assert_array_equal(found, state["shared.weight"].astype(jnp.bfloat16))
-
-
-def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
-    """T5X stores a matrix as [inputs, outputs], PyTorch as [outputs, inputs].
-
-    Both have one array for each layer, and plain T5 stacks them. A square matrix would fit
-    without the transpose, but the model would compute nonsense.
-    """
-    theirs = hf_state(SMALL.model)
-    params = params_of(write_model(tmp_path / "hf", SMALL.model, theirs))
-    name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
-    assert theirs[name].shape == (40, 48)  # d_model, d_ff
-    assert_array_equal(params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T)
-    t5x, hugging_face = convert.foreign_names("decoder/layers/mlp/down", layer=2)
-    assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
-
-
-def test_lesson_convert_a_tied_model_scales_its_logits():
-    """T5 1.0 multiplies the output of the decoder by d_model^-0.5, T5 1.1 does not.
-
-    If Hugging Face has another mixture, the factor becomes a part of the output layer.
-    """
-    embed, head = np.ones((7, 4), np.float32), np.full((7, 4), 8, np.float32)
-
-    def convert_head(head, **config):
-        arrays = {"decoder.block.0": embed, "shared.weight": embed, HEAD: head}
-        return convert.one_embedding(arrays, config, "model").get("lm_head.weight")
-
-    assert convert_head(embed, tie_word_embeddings=True) is None
-    assert convert_head(head, tie_word_embeddings=False)[0, 0] == 8
-    assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
 
 
 # ---- convert: T5X and Mesh TensorFlow --------------------------------------------------

@@ -52,12 +52,12 @@ def write_zarr(folder: Path, name: str, array: np.ndarray) -> dict:
     return spec | {"kvstore": {"driver": "file", "path": f"{directory}/"}}
 
 
-def write(weights, names: Iterable[tuple], folder: Path, dtype: np.dtype) -> None:
-    """Write convert.Weights. names: the result of convert.all_foreign_names.
+def write(run, names: Iterable[tuple], folder: Path, dtype: np.dtype) -> None:
+    """Write a convert.Run. names: the result of convert.all_foreign_names.
 
     Raises UserError for UMT5, which T5X does not have.
     """
-    cfg, arrays = weights.cfg.model, weights.arrays
+    cfg, arrays = run.cfg.model, run.arrays
     if cfg.layer_biases:
         raise UserError(
             "T5X has no model with position biases in each layer: use --to hf."
@@ -91,5 +91,5 @@ def write(weights, names: Iterable[tuple], folder: Path, dtype: np.dtype) -> Non
     activations = (cfg.activation.removeprefix("gated_"), *gate)
     gin = CONFIG_GIN.format(activations=activations, **vars(cfg))
     (folder / "config.gin").write_text(gin)
-    if weights.tokenizer:
-        weights.tokenizer.save(folder)
+    if run.tokenizer:
+        run.tokenizer.save(folder)
