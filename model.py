@@ -157,10 +157,10 @@ def split_rng(rng: Array | None, n: int):
 
 
 # ---- attention -------------------------------------------------------------------------
-# encode, decode             call apply_layers (last section), which calls for each layer
+# encode, decode             call apply_layers (below), which calls for each layer
 # encoder_layer              norms, attention, MLP and residuals, with
 # attention                  projects activations to heads, and their outputs back
-#   attend_on_mesh           lets each device compute its rows and heads (last section)
+#   attend_on_mesh           lets each device compute its rows and heads (below)
 #     position_bias          looks up a learned bias for the bucket of each distance
 #     dot_product_attention  softmax(q k^T + bias) v
 
@@ -299,7 +299,9 @@ def embed(params: dict, ids: Array, arch: ModelConfig, rng: Array | None = None)
     return dropout(shard(x, "batch", None, None), arch.dropout, rng)
 
 
-def encoder_layer(w: dict, x: Array, attend: Callable, arch, rng=None) -> Array:
+def encoder_layer(
+    w: dict, x: Array, attend: Callable, arch: ModelConfig, rng=None
+) -> Array:
     """Apply self-attention and MLP to activations [B, S, D]."""
     rng_self, rng_mlp = split_rng(rng, 2)
     y = rms_norm(x, w["attention"]["norm"])
