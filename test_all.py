@@ -1390,7 +1390,7 @@ MIXED = {
     "flat": {"x": 3, "y": 1, "zero": 0},
     "outer": {"flat": 2, "x": 0.5, "z": 1},
     "function": lambda cfg: {"x": cfg.train.batch_size},
-    "negative": {"x": 1, "y": -1},
+    "negative": {"x": 2, "y": -1},
     "nothing": {"x": 0},
     "infinite": {"x": math.inf},
 }
@@ -1454,7 +1454,7 @@ def test_sentinels_are_appended_in_descending_order(pieces):
     assert [i for i in ids if i >= bare.size] == [tokenizer.size - 1, bare.size]
     assert tokenizer.decode(ids) == text
     (a,) = tokenizer.encode(["alpha"])
-    decoded = tokenizer.decode([0, *a, tokenizer.size + 5, *a, 1, *a])
+    decoded = tokenizer.decode([0, *a, tokenizer.size, *a, 1, *a])
     assert decoded == "alpha ⁇  alpha"
     ids = np.array([0, 1, 2, 3, bare.size - 1, bare.size, tokenizer.first_sentinel])
     assert np.flatnonzero(tokenizer.is_content(ids)).tolist() == [2, 3, 4]
@@ -2176,6 +2176,11 @@ def test_vectors_are_means_over_the_inputs_without_padding(one_device):
     vectors = np.asarray(model.encode(params, *sides, SMALL.model))
     means = [row[:n].mean(axis=0) for row, (n, _) in zip(vectors, lengths)]
     assert_close(infer.mean_vectors(params, batch, SMALL.model), np.array(means))
+
+
+def test_few_lengths_of_batches_mean_few_compilations():
+    lengths = {0: 16, 16: 16, 17: 32, 500: 512, 513: 1024, 1025: 1536}
+    assert {n: infer.padded_length([[], [7] * n]) for n in lengths} == lengths
 
 
 # ---- infer: files ----------------------------------------------------------------------
