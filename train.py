@@ -453,10 +453,10 @@ class Evaluations:
 
 
 def load_state(
-    cfg: Config, abstract: TrainState, checkpoint: Path | None, params_only: bool = False
+    cfg: Config, abstract: TrainState, checkpoint: Path | None, resumes: bool = True
 ) -> TrainState:
-    """Load a state, or its params alone. What is not loaded gets initial values."""
-    if checkpoint and not params_only:
+    """Load a complete state, or for a new run only its params, or initialize it."""
+    if checkpoint and (resumes or cfg.train.restore == "all"):
         return partition.load_arrays(checkpoint, abstract)
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
     state = jax.jit(partial(init_state, cfg), out_shardings=shardings)()
@@ -468,29 +468,29 @@ def load_state(
 
 def find_start(
     cfg: Config, run_dir: Path, init_from: str
-) -> tuple[Path | None, Path | None, int, bool]:
-    """Return (resume_from, checkpoint, step, params_only): where a run begins.
+) -> tuple[Path | None, bool, int]:
+    """Return (checkpoint, resumes, step): where a run begins.
 
-    A run resumes from its newest checkpoint, or it is new (None). Then it has random
-    weights, or the params of `init_from`, whose step and optimizer it takes, too, with
-    --train.restore all.
+    A run resumes from its newest checkpoint. A new one has random weights, or those of
+    `init_from`, whose step and optimizer it takes, too, with --train.restore all.
     """
     train_cfg = cfg.train
-    resume_from = partition.newest_checkpoint(run_dir)
-    checkpoint = resume_from or (init_from and partition.newest_checkpoint(init_from))
-    if init_from and not checkpoint:
-        raise UserError(f"{init_from} is no checkpoint, and no run that has one.")
-    params_only = not resume_from and train_cfg.restore == "params"
-    loads_step = checkpoint and not params_only
-    step = int(checkpoint.name[5:]) if loads_step else train_cfg.start_step
-    if not resume_from and step >= train_cfg.steps:
+    checkpoint = partition.newest_checkpoint(run_dir)
+    resumes = checkpoint is not None
+    if init_from and not resumes:
+        checkpoint = partition.newest_checkpoint(init_from)
+        if not checkpoint:
+            raise UserError(f"{init_from} is no checkpoint, and no run that has one.")
+    takes_step = checkpoint and (resumes or train_cfg.restore == "all")
+    step = int(checkpoint.name[5:]) if takes_step else train_cfg.start_step
+    if not resumes and step >= train_cfg.steps:
         raise UserError(
             f"A new run at step {step} needs --train.steps above {step}, not "
             f"{train_cfg.steps}."
         )
     if train_cfg.start_step and not checkpoint:
         raise UserError("Add --init_from RUN, or --train.start_step 0 without it.")
-    return resume_from, checkpoint, step, params_only
+    return checkpoint, resumes, step
 
 
 def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> None:
@@ -502,7 +502,7 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     for name in data.eval_tasks(cfg):
         # An unknown task or metric must not stop a run hours later.
         evaluate.metric_functions(data.find_task(name, cfg))
-    resume_from, checkpoint, step, params_only = find_start(cfg, run_dir, init_from)
+    checkpoint, resumes, step = find_start(cfg, run_dir, init_from)
     mesh = partition.set_mesh(cfg)
     abstract, lowered = lower_step(cfg, mesh)
     print(f"model    {model.describe_model(cfg)}")
@@ -514,9 +514,9 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     if replaced:
         print(f"extras   compute instead of model.py: {', '.join(replaced)}")
     print(f"start    step {step:,}, {checkpoint or 'random weights'}")
-    origin = run_dir if resume_from else init_from and configs.run_dir_of(init_from)
+    origin = run_dir if resumes else init_from and configs.run_dir_of(init_from)
     tokenizer = data.load_tokenizer(cfg, origin)
-    data_state = partition.read_manifest(resume_from)[1] if resume_from else None
+    data_state = partition.read_manifest(checkpoint)[1] if resumes else None
     batches = data.Batches(cfg, tokenizer, data_state)
     partition.check_same((tokenizer.sha256, batches.state["files"]))
     if partition.is_main_process():
@@ -526,12 +526,12 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
             configs.write_file(run_dir / "recipe.py", Path(recipe).read_text())
     with ThreadPoolExecutor(1) as thread:  # Compile while the state is loaded.
         compiling = thread.submit(lowered.compile)
-        state = load_state(cfg, abstract, checkpoint, params_only)
+        state = load_state(cfg, abstract, checkpoint, resumes)
         compiled_step = compiling.result()
     log = Log(run_dir, step)
     checkpoints = partition.Checkpoints(run_dir, cfg.train.keep)
     evaluations = Evaluations(cfg, tokenizer, log)
-    if resume_from:  # A kill may have prevented the evaluations of this checkpoint.
+    if resumes:  # A kill may have prevented the evaluations of this checkpoint.
         evaluations(step, state.params)
     step = loop(cfg, compiled_step, state, batches, log, checkpoints, evaluations)
     ending = "done" if step >= cfg.train.steps else "stopped"
