@@ -239,8 +239,7 @@ def dot_product_attention(
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
-        # A product with ones repeats the bias for all rows. The gradient is a product,
-        # too, which is faster on a CPU than a sum.
+        # Repeat the bias for all rows by a product, whose gradient is fast on a CPU.
         scores += jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
     probs = jax.nn.softmax(jnp.where(mask, scores, -1e10), axis=-1)
     return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
@@ -496,7 +495,7 @@ def dense(x: Array, w: Array) -> Array:
     """Multiply activations [B, Q, inputs] by a weight matrix [inputs, outputs]."""
     if partition.platform() == "cpu":
         # With batch and length in one axis, the gradient of w is a plain matmul, which is
-        # 1.4 times as fast on a CPU. A TPU would have to copy the activations.
+        # fast on a CPU. A TPU would have to copy the activations.
         return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
     return x @ w
 
