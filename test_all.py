@@ -409,6 +409,7 @@ def test_lesson_data_each_example_is_used_once_in_each_epoch(
 ):
     """No example is used a second time before all others of its task, packed or not."""
     monkeypatch.setattr(data, "FIRST_WINDOW", window)
+    monkeypatch.setattr(data, "PART", 50)
     cfg = change(mixture, data=dict(task=task, pack=pack))
     used = ([], [], [])
     for batch in itertools.islice(data.Batches(cfg, TOKENIZER), 50 if pack else 150):
@@ -2205,7 +2206,7 @@ def byte_run(tmp_path_factory):
 
 
 LINES = [{"inputs": "a" * n, "targets": "b" * (n % 3), "id": n} for n in range(1, 18)]
-LINES[4] = {"inputs": [5, 6, 1], "targets": [7, 1]}
+LINES[4] = {"inputs": [5, 0, 6, 1], "targets": [7, 1]}
 
 
 @pytest.fixture
@@ -3828,6 +3829,8 @@ def test_job_own_language_for_transformers(here, monkeypatch):
     (output,) = theirs.generate(**ids, max_new_tokens=16, do_sample=False)
     monkeypatch.setattr(sys, "stdin", [text])
     assert run("infer --run_dir ro --raw") == f"{tokenizer.decode(output[1:])}\n"
+    filled = infer.fill_blanks(ids.input_ids[0], output[1:], tokenizer)
+    assert run("infer --run_dir ro") == f"{filled}\n"
 
 
 def test_job_answer_a_file_on_two_machines(pretrained, here):
