@@ -1102,6 +1102,15 @@ def test_segments_come_from_lengths():
 # ---- data: batches ---------------------------------------------------------------------
 
 
+def test_rows_are_packed_together_until_their_longer_sides_are_full(mixture, monkeypatch):
+    monkeypatch.setattr(data, "PACKED", 20)
+    cfg = change(mixture, data=dict(task="a", targets_length=64))
+    batches, ends = data.Batches(cfg, TOKENIZER), []
+    for _ in itertools.islice(batches, 20):
+        ends.append(batches.state["row"])
+    assert 20 <= max(ends) <= 22
+
+
 def test_a_batch_is_a_part_of_an_order_of_rows(mixture):
     """So batches of another size, on any number of devices, hold the same rows."""
     both = [change(mixture, train=dict(batch_size=n)) for n in (3, 12)]
