@@ -2961,6 +2961,7 @@ def test_only_one_command_trains_in_a_folder(tmp_path):
         with pytest.raises(UserError, match=str(tmp_path)):
             partition.lock(tmp_path)
     partition.lock(tmp_path)
+    partition.lock(configs.to_path("gs://bucket/run"))  # A bucket has no locks.
 
 
 # ---- train: killed processes -----------------------------------------------------------
