@@ -508,8 +508,9 @@ def quiet(monkeypatch):
 
 
 def small_run(**changes):
-    """Return the settings of six steps on random tokens."""
-    defaults = dict(steps=6, log_every=1, save_every=3, eval_every=3, eval_batches=1)
+    """Return the settings of six steps on random tokens, a task without metrics."""
+    periods = dict(log_every=1, save_every=3, eval_every=3, infer_every=3)
+    defaults = periods | dict(steps=6, eval_batches=1)
     return change(model=dict(dropout=0.1), train=defaults | changes)
 
 
