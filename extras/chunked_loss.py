@@ -85,9 +85,8 @@ def chunked_sums(
     unembedding: dict, x: Array, targets: Array, loss_weights: Array, cfg: Config
 ) -> tuple[Array, dict]:
     """Compute what model.loss_sums computes. Only the total loss has a gradient."""
-    sums = on_each_device(part_sums, (P(),), unembedding, x, targets, loss_weights, cfg)[
-        0
-    ]
+    args = unembedding, x, targets, loss_weights, cfg
+    (sums,) = on_each_device(part_sums, (P(),), *args)
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 
 

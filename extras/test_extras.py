@@ -1,4 +1,4 @@
-"""Test the files of extras and course: `pytest extras`."""
+"""Test the files of extras, the notebook and the exercises: `pytest extras`."""
 # ruff: noqa: F811 (fixtures are arguments of tests)
 
 import ast
@@ -1074,14 +1074,14 @@ def test_the_benchmark_decodes_to_the_full_length(monkeypatch, capsys):
     assert np.asarray(results[0][0]).all()
 
 
-# ---- course: the notebook and the exercises --------------------------------------------
+# ---- examples: the notebook and the exercises ------------------------------------------
 
-EXERCISES = runpy.run_path(str(HERE / "course/exercises.py"))["EXERCISES"]
+EXERCISES = runpy.run_path(str(HERE / "examples/exercises.py"))["EXERCISES"]
 SCRIPTS = "configs data evaluate infer model partition train".split()
 
 
 def test_the_notebook_has_run_and_names_what_exists():
-    cells = json.loads((HERE / "course/plain_t5.ipynb").read_text())["cells"]
+    cells = json.loads((HERE / "examples/plain_t5.ipynb").read_text())["cells"]
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     outputs = [output["output_type"] for cell in code for output in cell["outputs"]]
     assert len(cells) <= 30 and "error" not in outputs
@@ -1096,7 +1096,7 @@ def classroom(tmp_path_factory):
     """A copy of the tree, with a commit from which solutions are restored."""
     unneeded = shutil.ignore_patterns(".*", "runs", "__pycache__", "forks")
     tree = shutil.copytree(
-        HERE, tmp_path_factory.mktemp("course") / "tree", ignore=unneeded
+        HERE, tmp_path_factory.mktemp("exercises") / "tree", ignore=unneeded
     )
     for git in ("init -q", "add .", "-c user.name=a -c user.email=a commit -q -m a"):
         subprocess.run(["git", *git.split()], cwd=tree, check=True)
@@ -1107,7 +1107,7 @@ def classroom(tmp_path_factory):
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_the_tests_of_an_exercise_need_its_body(exercise, classroom):
     def exercises(verb):
-        process = start("course/exercises.py", verb, exercise, cwd=classroom)
+        process = start("examples/exercises.py", verb, exercise, cwd=classroom)
         return process.communicate(timeout=600)[0]
 
     path = classroom / f"{exercise.split('.')[0]}.py"

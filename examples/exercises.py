@@ -1,9 +1,9 @@
 """Exercises: the body of a function is removed, and its tests say when it is right.
 
-    python course/exercises.py list                       the exercises, as the files come
-    python course/exercises.py start model.rms_norm       remove the body of the function
-    python course/exercises.py check model.rms_norm       run the tests that decide
-    python course/exercises.py solution model.rms_norm    restore the body from git
+    python examples/exercises.py list                     the exercises, as the files come
+    python examples/exercises.py start model.rms_norm     remove the body of the function
+    python examples/exercises.py check model.rms_norm     run the tests that decide
+    python examples/exercises.py solution model.rms_norm  restore the body from git
 
 The signature and the docstring stay, and so do all other edits of the file.
 """
