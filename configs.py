@@ -27,7 +27,7 @@ class UserError(SystemExit):
 
 
 @functools.cache
-def note(text: str) -> None:
+def print_once(text: str) -> None:
     """Print a text once, and not among the results of a command."""
     print(text, file=sys.stderr)
 
@@ -39,7 +39,7 @@ def note(text: str) -> None:
 class ModelConfig:
     """The architecture."""
 
-    # rows of the embedding table: T5 has 32,000 pieces and 100 sentinels, and unused ones
+    # rows of the embedding table: T5 has 32,000 pieces, 100 sentinels and 28 unused ones
     vocab_size: int = 32128
     d_model: int = 512  # width of the residual stream
     d_ff: int = 1024  # width of the hidden layer of each MLP
@@ -58,7 +58,8 @@ class ModelConfig:
     dropout: float = 0.0  # dropped fraction: 0 to pretrain T5 1.1, 0.1 to fine-tune
     # number type of the activations; auto is float32 on a CPU, else bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # what the backward pass recomputes: all but products of weights, nothing, or all
+    # what the backward pass recomputes: all but products of weights, nothing, or all but
+    # the outputs of attention kernels
     remat: Literal["dots", "none", "full"] = "dots"
     # xla is the code of model.py; auto is xla on a CPU, else extras/attention_kernel.py
     attention: Literal["auto", "xla", "kernel"] = "auto"
@@ -197,7 +198,7 @@ SIZES = {
 TINY = network(128, 256, 4, 1, vocab_size=2176, d_kv=32)  # One layer learns fastest.
 TINY_DATA = DataConfig(vocab="train:2000", inputs_length=32, targets_length=8)
 TINY_TRAIN = TrainConfig(
-    steps=1500, batch_size=64, learning_rate=0.05, warmup_steps=100, steps_per_cycle=1500,
+    steps=1500, batch_size=64, learning_rate=0.08, warmup_steps=100, steps_per_cycle=1500,
     schedule="constant * linear_warmup * cosine_decay", weight_decay=1e-3, eval_every=300,
     microbatches=2)  # Half a batch needs so little memory that malloc uses it again.
 C4 = DataConfig(task="c4_v220_span_corruption")
@@ -250,6 +251,7 @@ def load_recipe(name: str) -> Config:
 
     The file may also define TASKS, MIXTURES, METRICS and a VOCABULARY.
     """
+    global VOCABULARY
     if not name.endswith(".py"):
         if name not in RECIPES:
             load_extras()
@@ -259,9 +261,10 @@ def load_recipe(name: str) -> Config:
     sys.path.insert(0, str(Path(name).resolve().parent))  # It may import its neighbors.
     namespace = {"__name__": "recipe", "__file__": name}
     exec(compile(to_path(name).read_text(), name, "exec"), namespace)
-    for table in ("TASKS", "MIXTURES", "METRICS"):
-        globals()[table].update(namespace.get(table, {}))
-    globals()["VOCABULARY"] = namespace.get("VOCABULARY", VOCABULARY)
+    TASKS.update(namespace.get("TASKS", {}))
+    MIXTURES.update(namespace.get("MIXTURES", {}))
+    METRICS.update(namespace.get("METRICS", {}))
+    VOCABULARY = namespace.get("VOCABULARY", VOCABULARY)
     if "CONFIG" not in namespace:
         raise UserError(f"{name} defines no CONFIG.")
     return namespace["CONFIG"]
@@ -301,18 +304,18 @@ def first_flags(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_known_args(argv)[0]
 
 
-def parse(kind: type, argv: list[str] | None = None):
-    """Parse the flags of a command: the fields of `kind`, a subclass of Options.
+def parse(options_class: type, argv: list[str] | None = None):
+    """Parse the flags of a command: the fields of a subclass of Options.
 
     The settings are those of --run_dir, if it is given, else of --config. Flags then
     change single settings.
     """
     flags = first_flags(argv)
     if flags.run_dir:
-        base, _ = load_run_and_tasks(flags.run_dir, flags.config)
+        cfg, _ = load_run_and_tasks(flags.run_dir, flags.config)
     else:
-        base = load_recipe(flags.config or "tiny")
-    return change_settings(kind(base, flags.config, flags.run_dir), argv)
+        cfg = load_recipe(flags.config or "tiny")
+    return change_settings(options_class(cfg, flags.config, flags.run_dir), argv)
 
 
 def change_settings(options: Options, argv: list[str] | None) -> Options:
@@ -366,8 +369,8 @@ def with_network_of(cfg: Config, origin: Config) -> Config:
     """Return a Config whose network and vocabulary are those of another run."""
     kept = ("dropout", "dtype", "remat", "attention", "loss")
     arch = replace(origin.model, **{name: getattr(cfg.model, name) for name in kept})
-    text = replace(cfg.data, vocab=origin.data.vocab, extra_ids=origin.data.extra_ids)
-    return replace(cfg, model=arch, data=text)
+    data_cfg = replace(cfg.data, vocab=origin.data.vocab, extra_ids=origin.data.extra_ids)
+    return replace(cfg, model=arch, data=data_cfg)
 
 
 def run_dir_of(source):

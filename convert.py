@@ -100,10 +100,10 @@ def foreign_names(path: str, layer, gated: bool = True) -> tuple[str, str]:
         raise UserError(f"No other format has a name for the parameter {path}.")
     stack, _, part = sublayer.split("/")
     t5x = part.replace("cross_attention", "encoder_decoder_attention")
-    number, hf = SUBLAYERS[sublayer]
-    forms = IN_SUBLAYER["up without gate" if name == "up" and not gated else name]
-    t5x, hf = (form.format(part=part, t5x=t5x, hf=hf) for form in forms)
-    hf_layer = f"{stack}.block.{layer}.layer.{number}"
+    sublayer_number, hf = SUBLAYERS[sublayer]
+    patterns = IN_SUBLAYER["up without gate" if name == "up" and not gated else name]
+    t5x, hf = (form.format(part=part, t5x=t5x, hf=hf) for form in patterns)
+    hf_layer = f"{stack}.block.{layer}.layer.{sublayer_number}"
     return f"{stack}/layers_{layer}/{t5x}", f"{hf_layer}.{hf}.weight"
 
 
@@ -204,7 +204,7 @@ def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.n
     shapes = partition.flatten(jax.eval_shape(init))
     plain = {name: np.zeros(a.shape, a.dtype) for name, a in shapes.items()}
     plain["opt_state/0/count"] = np.int32(step)
-    other = [name for name, a in slots.items() if name.endswith("/m") and a.size > 1]
+    mismatched = [name for name, a in slots.items() if name.endswith("/m") and a.size > 1]
     for path, layer, name, _ in all_foreign_names(arch):
         for slot in ("v", "v_row", "v_col"):
             array = slots.get(f"{name}/{slot}", np.zeros(1))
@@ -214,9 +214,9 @@ def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.n
             if array.shape == part.shape:
                 part[...] = array
             else:
-                other.append(f"{name}/{slot}")
-    if other:
-        print(f"The state of another optimizer, such as {other[0]}, is left out.")
+                mismatched.append(f"{name}/{slot}")
+    if mismatched:
+        print(f"The state of another optimizer, such as {mismatched[0]}, is left out.")
         return {}
     return plain
 
@@ -268,9 +268,9 @@ def read_mesh_tensorflow(prefix: Path) -> dict:
     from extras import mesh_tensorflow
 
     params, slots, step = mesh_tensorflow.read(prefix)
-    known = t5x_names(params)
+    t5x_name_of = t5x_names(params)
     params, slots = (
-        {known.get(name, name): value for name, value in by_name.items()}
+        {t5x_name_of.get(name, name): value for name, value in by_name.items()}
         for by_name in (params, slots)
     )
     return {"target": params, "state": {"step": step, "param_states": slots}}
@@ -407,18 +407,18 @@ def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndar
     copies = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
     # T5 1.0 was published with a table that its cross-attention does not use.
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    rest = {name: a for name, a in arrays.items() if name not in (*copies, unused)}
-    embed = rest.setdefault("shared.weight", arrays.get(copies[0]))
+    kept = {name: a for name, a in arrays.items() if name not in (*copies, unused)}
+    embed = kept.setdefault("shared.weight", arrays.get(copies[0]))
     for name in copies:
         if embed is None or not np.array_equal(arrays.get(name, embed), embed):
             raise UserError(
                 f"{folder} has no shared.weight, or an {name} that differs from it. It "
                 f"has {', '.join(sorted(arrays)):.200}."
             )
-    has_head = "lm_head.weight" in rest
-    head = rest.pop("lm_head.weight", embed)
-    if not has_head and not any(name.startswith("decoder.block.") for name in rest):
-        return rest
+    has_head = "lm_head.weight" in kept
+    head = kept.pop("lm_head.weight", embed)
+    if not has_head and not any(name.startswith("decoder.block.") for name in kept):
+        return kept
     is_mt5 = config.get("model_type") == "mt5"
     tied = config.get("tie_word_embeddings", True)
     scaled = config.get("scale_decoder_outputs", tied) and not is_mt5
@@ -431,15 +431,15 @@ def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndar
             f"{folder} has an lm_head.weight, but config.json does not state whether the "
             f'logits are scaled: for T5 1.1, add "tie_word_embeddings": false.'
         )
-    tied_4 = config.get("tie_word_embeddings", not is_mt5)  # in version 4
-    if scaled != tied_4 or tied_4 and not is_equal:
+    tied_in_v4 = config.get("tie_word_embeddings", not is_mt5)  # in version 4
+    if scaled != tied_in_v4 or tied_in_v4 and not is_equal:
         print(
             "Versions 4 and 5 of transformers read tie_word_embeddings of config.json in "
             "two ways. This model gets the logits of version 5."
         )
     if not (is_equal and scaled):
-        rest["lm_head.weight"] = head * np.float32(head.shape[1] ** -0.5 if scaled else 1)
-    return rest
+        kept["lm_head.weight"] = head * np.float32(head.shape[1] ** -0.5 if scaled else 1)
+    return kept
 
 
 def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
@@ -466,9 +466,9 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
         raise UserError(f"{folder}: plain T5 has no feed_forward_proj {activation}.")
 
     arrays = one_embedding(read_hf_weights(folder), config, folder)
-    known = t5x_names(arrays)
+    t5x_name_of = t5x_names(arrays)
     arrays = {
-        known.get(name, name): array.T if name != "shared.weight" else array
+        t5x_name_of.get(name, name): array.T if name != "shared.weight" else array
         for name, array in arrays.items()
     }
     arch = replace(
@@ -550,7 +550,8 @@ def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int
 
 
 def is_run(source: Path) -> bool:
-    return any(source.glob("checkpoints/step_*")) or (source / "complete").exists()
+    has_settings = "settings" in read_json(source / "config.json")
+    return has_settings or (source / "complete").exists()
 
 
 def read_run(source: Path, step: str) -> Run:

@@ -198,7 +198,12 @@ def tokens_per_example(data_cfg: DataConfig) -> int:
 
 def random_bits(count: int, *key: int) -> np.ndarray:
     """Return random integers of 64 bits, which depend only on the key (not of JAX)."""
+    # All versions of NumPy have the same raw bits, but not the same Generator.shuffle.
     return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
+
+
+def random_order(count: int, *key: int) -> np.ndarray:
+    return np.argsort(random_bits(count, *key), kind="stable")
 
 
 def random_segmentation(total: int, parts: int, rows: int, *key: int) -> np.ndarray:
@@ -321,23 +326,23 @@ class Task(NamedTuple):
     always_eos: bool = True  # False in T0, as `trim_and_add_eos` says
 
 
-def cut_documents(documents: list[Ids], task: Task, data_cfg: DataConfig) -> list[Ids]:
+def cut_documents(tokenized: list[Ids], task: Task, data_cfg: DataConfig) -> list[Ids]:
     """Cut texts to the length of examples, perhaps after joining them."""
     if not task.objective:
-        return documents
-    if task.objective.joins and documents:
-        documents = [np.concatenate(documents)]
+        return tokenized
+    if task.objective.joins and tokenized:
+        tokenized = [np.concatenate(tokenized)]
     length = task.objective.length(data_cfg)
-    cut = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
+    cut = [ids[i : i + length] for ids in tokenized for i in range(0, len(ids), length)]
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
 
 
-def make_examples(documents: list, task: Task, tokenizer, cfg, *key) -> list[Pair]:
+def make_examples(tokenized: list, task: Task, tokenizer, cfg, *key) -> list[Pair]:
     """Return the example (inputs, targets) of each document, with EOS."""
     if task.objective:
-        documents = task.objective.make_pairs(documents, tokenizer, cfg.data, *key)
-    finish = partial(trim_and_add_eos, task=task, data_cfg=cfg.data)
-    return [(finish(a, "inputs"), finish(b, "targets")) for a, b in documents]
+        tokenized = task.objective.make_pairs(tokenized, tokenizer, cfg.data, *key)
+    with_eos = partial(trim_and_add_eos, task=task, data_cfg=cfg.data)
+    return [(with_eos(a, "inputs"), with_eos(b, "targets")) for a, b in tokenized]
 
 
 def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.ndarray:
@@ -354,23 +359,22 @@ def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.nda
 def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     """Return a row for each example, whose sizes [N, 2] are its inputs and its targets.
 
-    From the longest example to the shortest, each gets the open row with space whose free
-    shares of both sides then differ least, or a new row.
+    From the longest example to the shortest, each gets the open row with space in which
+    the free shares of both sides then differ least, or a new row.
     """
     share = sizes / limits
-    row_of = np.zeros(len(sizes), int)
-    rows = int(np.ceil(sizes.sum(axis=0) / limits).max())  # as many as all tokens fill
+    rows = int(np.ceil(share.sum(axis=0)).max())  # as many as all tokens fill
     free = np.tile(limits, (len(sizes), 1)).T  # [2, N]: at most a row for each example
-    skew = share[:, 0] - share[:, 1]
-    row_skew = np.zeros(len(sizes))  # of each row: free inputs minus free targets
+    row_of = np.zeros(len(sizes), int)
     for i in np.argsort(-share.sum(axis=1), kind="stable").tolist():
-        fits = (free[0, :rows] >= sizes[i, 0]) & (free[1, :rows] >= sizes[i, 1])
-        r = np.where(fits, np.abs(row_skew[:rows] - skew[i]), np.inf).argmin()
+        inputs, targets = free[:, :rows] - sizes[i, :, None]  # what would be left
+        fits = (inputs >= 0) & (targets >= 0)
+        difference = np.abs(inputs / limits[0] - targets / limits[1])
+        r = np.where(fits, difference, np.inf).argmin()
         if not fits[r]:
             r, rows = rows, rows + 1
         row_of[i] = r
         free[:, r] -= sizes[i]
-        row_skew[r] -= skew[i]
     return row_of
 
 
@@ -399,16 +403,14 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 
 
 # ---- batches ---------------------------------------------------------------------------
-# read_windows     documents of up to 16 million characters, in the order of the files
-# stream           their examples, shuffled; PART of them are made at once
+# read_windows     documents of 8 million characters, in the order of the files
+# stream           their examples, shuffled
 # choose_examples  the next examples of all tasks by their rates, for PACKED rows
 # pack_rows        these examples, packed into rows, which are shuffled
 # make_batches     batches of rows, and the state from which a restart continues
 
 ORDER, NOISE, ROWS = range(3)  # uses of random bits: no two uses have equal keys
-FIRST_WINDOW = 1 << 20  # characters of all tasks together, few for a fast start
-DOUBLINGS = 4  # later windows become larger, up to 16 times
-PART = 256  # examples that are made at once
+WINDOW = 1 << 23  # characters of all tasks together
 PACKED = 512  # rows that are packed together
 
 
@@ -416,11 +418,10 @@ class Cursor(NamedTuple):
     """Where a task is.
 
     To restart, open `file`, skip `record` records, read a window, shuffle it with the
-    first four numbers as a key, and skip `taken` examples.
+    first three numbers as a key, and skip `taken` examples.
     """
 
     epoch: int = 0
-    window: int = 0  # how many windows of the epoch come before this one
     file: int = 0  # the number of the file in which the window begins
     record: int = 0
     taken: int = 0  # examples of the window so far
@@ -432,9 +433,8 @@ def read_windows(task, files, tokenizer, cfg, size: int, cursor: Cursor) -> Iter
     for epoch in itertools.count(cursor.epoch):
         records = read_documents(files, task, cfg, (cursor.file, cursor.record))
         while cursor.epoch == epoch:
-            doublings = DOUBLINGS if epoch else min(cursor.window, DOUBLINGS)
-            tokenized, end = read_window(records, size << doublings, task, tokenizer, cfg)
-            cursor = Cursor(epoch, cursor.window + 1, *end) if end else Cursor(epoch + 1)
+            tokenized, end = read_window(records, size, task, tokenizer, cfg)
+            cursor = Cursor(epoch, *end) if end else Cursor(epoch + 1)
             yield tokenized, cursor
 
 
@@ -442,35 +442,43 @@ def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iter
     """Yield the items of an endless iterator, `ahead` of which a thread computes."""
     futures = deque(thread.submit(next, iterator) for _ in range(ahead))
 
-    def take():
-        futures.append(thread.submit(next, iterator))
-        return futures.popleft().result()
+    def items():
+        while True:
+            futures.append(thread.submit(next, iterator))
+            yield futures.popleft().result()
 
-    return iter(take, None)  # calls take again and again
+    return items()
 
 
 def stream(name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor) -> Iterator:
     """Yield (example, Cursor after it) of a task, shuffled; (None, Cursor) ends an epoch.
 
-    windows: those of read_windows. A restart after 300 examples of a window makes those
-    from 256 to 511 again, because a PART shares its noise, and skips the first 44.
+    After a restart, `taken` examples of the first window are skipped.
     """
-    for documents, end in windows:
-        # Each window, which the first four numbers name, has random bits of its own.
-        key = cfg.train.seed, zlib.crc32(name.encode()), *cursor[:4]
-        order = np.argsort(random_bits(len(documents), *key, ORDER), kind="stable")
-        for start in range(cursor.taken - cursor.taken % PART, len(documents), PART):
-            part = [documents[i] for i in order[start : start + PART]]
-            examples = make_examples(part, task, tokenizer, cfg, *key, NOISE, start)
-            for example in examples[cursor.taken - start :]:
-                cursor = cursor._replace(taken=cursor.taken + 1, total=cursor.total + 1)
-                yield example, cursor
-        if not cursor.total:
-            raise UserError(f"{task.source} has no text to train on the task {name}.")
-        end = end._replace(total=cursor.total)
-        if end.epoch > cursor.epoch:
-            yield None, end
-        cursor = end
+    for tokenized, next_window in windows:
+        # Each window, which the first three numbers name, has random bits of its own.
+        key = cfg.train.seed, zlib.crc32(name.encode()), *cursor[:3]
+        shuffled = [tokenized[i] for i in random_order(len(tokenized), *key, ORDER)]
+        examples = make_examples(shuffled, task, tokenizer, cfg, *key, NOISE)
+        for example in examples[cursor.taken :]:
+            cursor = cursor._replace(taken=cursor.taken + 1, total=cursor.total + 1)
+            yield example, cursor
+        next_window = next_window._replace(total=cursor.total)
+        if next_window.epoch > cursor.epoch:
+            if not cursor.total:
+                raise UserError(f"{task.source} has no text for the task {name}.")
+            yield None, next_window
+        cursor = next_window
+
+
+def print_facts(packed: Batch, sizes: np.ndarray, limits: tuple[int, int]) -> None:
+    """Print what the first packed rows tell of lengths and vocabulary."""
+    cut = (sizes >= limits).any(axis=1).mean()
+    inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
+    unknown = (packed.inputs == UNK).sum() / sizes[:, 0].sum()
+    print(f"data     {cut:.0%} of the examples fill a row or were cut")
+    print(f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full")
+    print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
 
 
 class Batches(Iterator):
@@ -488,7 +496,7 @@ class Batches(Iterator):
         self.cursors = {name: Cursor(*c) for name, c in self.state["tasks"].items()}
         self.streams, sizes = {}, []
         reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        size = FIRST_WINDOW // min(len(self.rates), 32)
+        size = WINDOW // min(len(self.rates), 32)
         for name, cursor in self.cursors.items():
             task, task_files = open_task(name, "train", cfg)
             windows = read_windows(task, task_files, tokenizer, cfg, size, cursor)
@@ -496,7 +504,7 @@ class Batches(Iterator):
             self.streams[name] = stream(name, task, tokenizer, cfg, windows, cursor)
             sizes += [[file.name.split("/")[-1], file.size] for file in task_files]
         files = zlib.crc32(json.dumps([self.rates, sizes]).encode())
-        if self.state.setdefault("files", files) != files:
+        if self.state.setdefault("files_crc32", files) != files:
             raise UserError("This run began with other training files, or other rates.")
         self.batches = prefetch(self.make_batches(), maker, ahead=4)
 
@@ -511,16 +519,15 @@ class Batches(Iterator):
         # The next example is of the task that is farthest behind its rate: rates of 3 and
         # 1 give a a a b a a a b. The fractions let tasks of equal rates take turns.
         phase = (np.arange(len(names)) + 0.5) / len(names)
-        examples, filled = [], [0, 0]  # filled: rows that all inputs and all targets need
+        examples, filled = [], np.zeros(2)  # rows that all inputs and all targets need
         while max(filled) < PACKED:
             k = np.argmin((totals + phase) / rates)
             example, self.cursors[names[k]] = next(self.streams[names[k]])
             if example:
                 totals[k] += 1
                 examples.append(example)
-                for side, limit in enumerate(self.limits):
-                    size = len(example[side]) if self.cfg.data.pack else limit
-                    filled[side] += size / limit
+                sizes = map(len, example) if self.cfg.data.pack else self.limits
+                filled += np.divide([*sizes], self.limits)
             elif examples:
                 break
         return examples
@@ -531,36 +538,29 @@ class Batches(Iterator):
         examples = self.choose_examples()
         sizes = np.array([[len(ids) for ids in example] for example in examples])
         row_of = pack(sizes, self.limits) if self.cfg.data.pack else np.arange(len(sizes))
-        bits = random_bits(row_of.max() + 1, self.cfg.train.seed, total, ROWS)
-        rows = [[] for _ in bits]
-        for r, example in zip(np.argsort(bits, kind="stable")[row_of], examples):
-            rows[r].append(example)  # Each row gets another number.
+        new_number = random_order(row_of.max() + 1, self.cfg.train.seed, total, ROWS)
+        rows = [[] for _ in new_number]
+        for r, example in zip(new_number[row_of], examples):
+            rows[r].append(example)
         packed = fill_rows(rows, self.limits)
         if not total:
-            cut = (sizes >= self.limits).any(axis=1).mean()
-            unknown = (packed.inputs == UNK).sum() / sizes[:, 0].sum()
-            inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
-            print(f"data     {cut:.0%} of the examples fill a row or were cut")
-            print(
-                f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full"
-            )
-            print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
+            print_facts(packed, sizes, self.limits)
         return packed
 
     def make_batches(self) -> Iterator:
         """Yield (batch, the state after it)."""
         rows = []
-        first = self.state["row"]
+        used_rows = self.state["row"]
         while True:
             tasks = self.cursors.copy()
             packed = self.pack_rows()
-            for i in range(first, len(packed.inputs)):
+            for i in range(used_rows, len(packed.inputs)):
                 rows.append([array[i] for array in packed])
                 if len(rows) == self.cfg.train.batch_size:
                     state = self.state | {"row": i + 1, "tasks": tasks}
                     yield Batch(*map(np.stack, zip(*rows))), state
                     rows = []
-            first = 0
+            used_rows = 0
 
 
 def batches_of_split(
@@ -577,8 +577,7 @@ def batches_of_split(
     examples = make_examples(tokenized[:limit], task, tokenizer, cfg, *key)
     limits = cfg.data.inputs_length, cfg.data.targets_length
     size = cfg.train.batch_size
-    rows = [[example] for example in examples]
-    rows += [[]] * (-len(rows) % size)
+    rows = [[example] for example in examples] + [[]] * (-len(examples) % size)
     return [fill_rows(rows[i : i + size], limits) for i in range(0, len(rows), size)]
 
 
@@ -838,16 +837,18 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
         return task, files
     # If a run trains on files without {split} in their names, a part of them is held out.
     train_sources = [find_task(other, cfg).source for other in trained_tasks(cfg)]
-    if full_name(task.source) not in map(full_name, train_sources):
+    if absolute_source(task.source) not in map(absolute_source, train_sources):
         return task, files
     if split not in ("train", "validation"):
         return task, []
-    configs.note(f"data     5 % of the first 20,000 records are held out: {task.source}")
+    configs.print_once(
+        f"data     5 % of the first 20,000 records are held out: {task.source}"
+    )
     held = [f._replace(read=partial(hold_out, f, i, split)) for i, f in enumerate(files)]
     return task, held
 
 
-def full_name(source: str) -> tuple[str, ...]:
+def absolute_source(source: str) -> tuple[str, ...]:
     """Return the kind and the files of a source, in which tsv:./a.tsv is tsv:a.tsv."""
     kind, _, names = source.partition(":")
     return kind, *(x if "://" in x else os.path.abspath(x) for x in names.split(","))

@@ -159,38 +159,48 @@ def compute_metrics(
     targets, predictions = ([x[key] for x in lines] for key in ("target", "prediction"))
     for function in metric_functions(task):
         values = function(targets, predictions)
-        if twice := metrics.keys() & values.keys():
-            raise UserError(f"Two metrics of a task have the name {twice}.")
+        if duplicates := metrics.keys() & values.keys():
+            raise UserError(f"Two metrics of a task have the name {duplicates}.")
         metrics |= values
     return metrics, lines
 
 
-def check_metrics(name: str, task: data.Task, examples, targets: list, written: list):
-    """Compare the metrics of perfect answers. written: targets, encoded and decoded."""
+def read_targets(name: str, split: str, cfg: Config, tokenizer, limit: int | None):
+    """Return (examples, pairs of token ids, target texts) of a split."""
+    examples = read_pairs(name, split, cfg, limit)
+    pairs = data.encode_pairs(examples, data.find_task(name, cfg), tokenizer, cfg)
+    targets = [example["targets"] for example in examples]
+    targets = [x if isinstance(x, str) else tokenizer.decode(x) for x in targets]
+    return examples, pairs, targets
+
+
+def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
+    """Compute the metrics of 100 perfect answers, encoded and decoded."""
+    task = data.find_task(name, cfg)
+    examples, pairs, targets = read_targets(name, split, cfg, tokenizer, 100)
+    written = [tokenizer.decode(ids) for _, ids in pairs]
     best, _ = compute_metrics(task, examples, targets, targets)
     possible, _ = compute_metrics(task, examples, targets, written)
     if str(possible) != str(best):
-        configs.note(
+        configs.print_once(
             f"{name}: a perfect model has {possible}, not {best}. The vocabulary cannot "
             f"write some targets, or --data.targets_length cuts them."
         )
     unknown = set(targets) - set(task.choices)
     if task.postprocess == "label" and unknown:
-        configs.note(f"{name}: the metrics are wrong: {unknown} is none of the choices.")
+        configs.print_once(
+            f"{name}: the metrics are wrong: {unknown} is none of the choices."
+        )
 
 
 def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
     """Generate a text for each example. Returns metrics, and a line for each example."""
-    task, examples = data.find_task(name, cfg), read_pairs(name, split, cfg, limit)
-    pairs = data.encode_pairs(examples, task, tokenizer, cfg)
-    targets = [example["targets"] for example in examples]
-    targets = [x if isinstance(x, str) else tokenizer.decode(x) for x in targets]
-    written = [tokenizer.decode(ids) for _, ids in pairs[:100]]
-    check_metrics(name, task, examples, targets[:100], written)
+    check_metrics(name, split, cfg, tokenizer)
+    examples, pairs, targets = read_targets(name, split, cfg, tokenizer, limit)
     numbered = (infer.Example(*pair, number) for number, pair in enumerate(pairs))
     results = infer.process_examples(params, cfg, numbered)
     outputs = [tokenizer.decode(best_first[0]) for best_first, _ in results]
-    return compute_metrics(task, examples, targets, outputs)
+    return compute_metrics(data.find_task(name, cfg), examples, targets, outputs)
 
 
 # ---- rank classification ---------------------------------------------------------------
@@ -213,8 +223,8 @@ def answer_choices(name: str, task: data.Task, number: int, example: dict) -> li
         }
         return [example | choice]
     texts = [str(text) for text in example.get("answer_choices", task.choices)]
-    target, *simple = [str(x).strip().casefold() for x in (example["targets"], *texts)]
-    if target not in simple or len(set(simple)) < len(simple):
+    target, *folded = [str(x).strip().casefold() for x in (example["targets"], *texts)]
+    if target not in folded or len(set(folded)) < len(folded):
         raise UserError(
             f"Example {number + 1} of {name}: the target {example['targets']!r} must be "
             f"one of its choices, and these must differ. Its choices, of the field "
@@ -225,7 +235,7 @@ def answer_choices(name: str, task: data.Task, number: int, example: dict) -> li
         | {
             "targets": text,
             "idx": (number, i),
-            "is_correct": simple[i] == target,
+            "is_correct": folded[i] == target,
             "weight": 1.0,
         }
         for i, text in enumerate(texts)
@@ -314,8 +324,8 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
         }
         lines.append(choices[group[0]] | line)
     targets = zip(indices, correct, weights, lengths)
-    kinds = {tuple(x.get("answer_choices", task.choices)) for x in examples}
-    num_classes = len(kinds.pop()) if len(kinds) == 1 else None
+    choice_sets = {tuple(x.get("answer_choices", task.choices)) for x in examples}
+    num_classes = len(choice_sets.pop()) if len(choice_sets) == 1 else None
     return rank_classification(targets, scores, num_classes), lines
 
 

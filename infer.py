@@ -45,13 +45,17 @@ from configs import Config, DecodeConfig, ModelConfig, UserError
 from partition import shard
 
 # ---- the cache and one decoding step ---------------------------------------------------
-# Greedy decoding takes the most probable next id by model.forward, again and again. A
-# cache of keys and values avoids that earlier positions are computed again.
+# Greedy decoding takes the most probable next id by model.forward, again and again. With
+# a cache of keys and values, each position is computed only once.
 #
 # The N beams of an example share a cache (N is 1 in greedy decoding): the key of position
 # t of beam m is at index t * N + m. A mask hides the keys of other beams. When beam
 # search reorders the beams, only this mask changes. To copy the cache would take a
-# quarter more time.
+# quarter more time. With two beams, the keys are those of
+#
+#     position 0, beam 0    position 0, beam 1    position 1, beam 0    position 1, beam 1
+#
+# and a beam whose `ancestors` are [1, 0] sees the second and the third.
 
 
 def attend_to_cache(q: Array, k: Array, v: Array, mask: Array, bias=None) -> Array:
@@ -60,8 +64,8 @@ def attend_to_cache(q: Array, k: Array, v: Array, mask: Array, bias=None) -> Arr
     if partition.platform() == "tpu":
         # Fewer than 8 rows would not use the matrix unit, and take four times as long.
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], N, mask.shape[3]))
-        more = (0, 0), (0, 0), (0, -N % 8), (0, 0)
-        q, mask = jnp.pad(q, more), jnp.pad(mask, more)
+        padding = (0, 0), (0, 0), (0, -N % 8), (0, 0)
+        q, mask = jnp.pad(q, padding), jnp.pad(mask, padding)
     return model.dot_product_attention(q, k, v, mask, bias)[:, :, :N]
 
 
@@ -480,7 +484,7 @@ def line_ids(line: dict, side: str, index: int, cfg: Config, tokenizer) -> list[
         (ids,) = tokenizer.encode([value])
         ended = data.trim_and_add_eos(ids, side, data.Task(), cfg.data).tolist()
         if len(ended) <= len(ids):
-            configs.note(f"Some {side} are cut to --data.{side}_length.")
+            configs.print_once(f"Some {side} are cut to --data.{side}_length.")
         return ended
     ids = value if isinstance(value, list) else [None]
     if any(type(i) is not int or not 0 <= i < size for i in ids):
@@ -490,7 +494,7 @@ def line_ids(line: dict, side: str, index: int, cfg: Config, tokenizer) -> list[
         )
     ids = [i for i in value if i != data.PAD]
     if ids[-1:] != [data.EOS]:
-        configs.note(f"Some {side} do not end with EOS (the id 1), as T5 expects.")
+        configs.print_once(f"Some {side} do not end with EOS (the id 1), as T5 expects.")
     return value
 
 
@@ -506,7 +510,7 @@ def read_input(options: "Options", tokenizer) -> Iterator[Example]:
         raise UserError(f"--shard {options.shard} is none of 0/{count}, 1/{count}, …")
     task = None
     if kind == "task":
-        name, split = f"{name}:validation".split(":")[:2]
+        name, split = re.fullmatch(r"(.+?)(?::(\w+))?", name).groups("validation")
         task, files = data.open_task(name, split, cfg)
         if not files:
             raise UserError(f"The task {name} has no split {split}.")
@@ -587,10 +591,10 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
         done = skip_answered(file, examples, window_size(cfg))
     done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
     if done:
-        configs.note(f"{done:,} answers of a killed command are there already.")
+        configs.print_once(f"{done:,} answers of a killed command are there already.")
     examples = examples if file else itertools.islice(examples, done, None)
-    examples, ahead = itertools.tee(examples)
-    results = process_examples(params, cfg, ahead, mode)
+    examples, to_compute = itertools.tee(examples)
+    results = process_examples(params, cfg, to_compute, mode)
     for example, result in zip(examples, results):
         if file:
             fields = result_fields(example.line, result, cfg, tokenizer, mode)
@@ -634,8 +638,8 @@ class Options(configs.Options):
 def main() -> None:
     options = configs.parse(Options)
     from_file = options.input and options.output and options.text is None
-    of_files = options.input, options.output, options.mode, options.shard
-    from_text = of_files == ("", "", "predict", "0/1")
+    file_flags = options.input, options.output, options.mode, options.shard
+    from_text = file_flags == ("", "", "predict", "0/1")
     if not (from_file or from_text):
         raise UserError("--mode, --shard and --input need --input and --output.")
     cfg, tokenizer = start_inference(options)

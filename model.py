@@ -142,7 +142,7 @@ def dropout(
 
     T5 has dropout at both ends of encoder and decoder, on the probabilities of attention,
     in the MLP, and before residual additions. The mask has size 1 on the broadcast_axis:
-    T5 drops a channel at all positions of a row, but after the last norm single entries.
+    T5 drops a channel at all positions of a row, but single entries of encoder outputs.
     """
     if rng is None or rate == 0:
         return x
@@ -257,16 +257,16 @@ def keys_values(w: dict, x: Array, arch: ModelConfig) -> KV:
 
 
 def attention(
-    w: dict, x: Array, kv: KV | None, attend: Callable, arch: ModelConfig, rng=None
+    w: dict, x: Array, kv: KV, attend: Callable, arch: ModelConfig, rng=None
 ) -> Array:
     """Compute multi-head attention for normalized activations x [B, Q, D].
 
-    kv: the keys and values of the encoder's output, or None in self-attention.
+    kv: the keys and values of x, or in cross-attention of the encoder's output.
     attend: a function (q, k, v), such as those that `attend_on_mesh` returns.
     """
     rng_probs, rng_out = split_rng(rng, 2)
     q = split_heads(dense(x, w["query"]), arch)
-    k, v = keys_values(w, x, arch) if kv is None else kv
+    k, v = kv
     # T5 drops a key for all queries of a head at once. Setting the value of this key to
     # zero has the same effect as dropping the probability, and needs a smaller mask.
     v = dropout(v, arch.dropout, rng_probs, broadcast_axis=3)
@@ -304,7 +304,8 @@ def encoder_layer(
     """Apply self-attention and MLP to activations [B, S, D]."""
     rng_self, rng_mlp = split_rng(rng, 2)
     y = rms_norm(x, w["attention"]["norm"])
-    x += attention(w["attention"], y, None, attend, arch, rng_self)
+    kv = keys_values(w["attention"], y, arch)
+    x += attention(w["attention"], y, kv, attend, arch, rng_self)
     y = rms_norm(x, w["mlp"]["norm"])
     return x + mlp(w["mlp"], y, arch, rng_mlp)
 
@@ -339,7 +340,8 @@ def decoder_layer(
     """
     rng_self, rng_cross, rng_mlp = split_rng(rng, 3)
     y = rms_norm(x, w["self_attention"]["norm"])
-    x += attention(w["self_attention"], y, None, attend, arch, rng_self)
+    kv = keys_values(w["self_attention"], y, arch)
+    x += attention(w["self_attention"], y, kv, attend, arch, rng_self)
     y = rms_norm(x, w["cross_attention"]["norm"])
     x += attention(w["cross_attention"], y, cross_kv, cross_attend, arch, rng_cross)
     y = rms_norm(x, w["mlp"]["norm"])
@@ -422,12 +424,13 @@ def cross_entropy(
     loss = log_z - (on - off) * target_logit - off * jnp.sum(logits, axis=-1) - entropy
     # An argmax would need another pass over the logits: 4 % of a step on a TPU.
     is_largest = target_logit == jnp.max(logits, axis=-1)
-    # If all logits are equal, the target has the probability 1 / V, and nothing is right.
-    are_equal = target_logit - log_z < 1e-3 - math.log(V)
+    # But where all logits are equal, as of a model of zeros, each of them is the largest.
+    # The target then has the probability 1 / V, and the prediction counts as wrong.
+    all_equal = target_logit - log_z < 1e-3 - math.log(V)
     return {
         "cross_ent_loss": loss,
         "z_loss": z_loss * log_z**2,
-        "accuracy": is_largest & ~are_equal,
+        "accuracy": is_largest & ~all_equal,
     }
 
 
@@ -514,7 +517,7 @@ def attend_on_mesh(
 
         attend = attention_kernel.attend  # faster; on a GPU, with a bias in bfloat16
 
-    def local(q, k, v, mask, relative_bias):
+    def on_device(q, k, v, mask, relative_bias):
         bias = None
         if relative_bias is not None:
             Q, K = q.shape[2], k.shape[2]
@@ -523,7 +526,9 @@ def attend_on_mesh(
 
     by_head = spec(("batch", "heads"))
     in_specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
-    sharded = jax.shard_map(local, in_specs=in_specs, out_specs=by_head, check_vma=False)
+    sharded = jax.shard_map(
+        on_device, in_specs=in_specs, out_specs=by_head, check_vma=False
+    )
     return lambda q, k, v: sharded(q, k, v, mask, relative_bias)
 
 
@@ -608,12 +613,17 @@ def describe_model(cfg: Config) -> str:
     )
 
 
-def main():
-    cfg = configs.parse(configs.Options).cfg
+def list_params(cfg: Config) -> str:
+    """Return a line for each parameter, as in the file model-info.txt of T5X."""
+    lines = []
     for name, p in sorted(partition.flatten(param_table(cfg.model)).items()):
         shape, axes = " x ".join(map(str, p.shape)), " ".join(p.axes)
-        print(f"{name:44} {shape:20} {axes:22} {p.init:>16} {p.scale:.4g}")
-    print(describe_model(cfg))
+        lines.append(f"{name:44} {shape:20} {axes:22} {p.init:>16} {p.scale:.4g}\n")
+    return "".join(lines) + describe_model(cfg) + "\n"
+
+
+def main():
+    print(list_params(configs.parse(configs.Options).cfg), end="")
 
 
 if __name__ == "__main__":

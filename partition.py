@@ -214,10 +214,10 @@ def write_shards(path: Path, arrays: Any, data_state: Any) -> None:
         # Devices can hold copies of a shard, which JAX numbers. Every process chooses the
         # same copy, by the name, so that each of them writes a part of the arrays.
         copies = 1 + max(part.replica_id for part in array.global_shards)
-        copy = zlib.crc32(name.encode()) % copies
+        chosen_copy = zlib.crc32(name.encode()) % copies
         header = {"name": name, "shape": array.shape, "dtype": array.dtype.name}
         for part in array.addressable_shards:
-            if part.replica_id == copy:
+            if part.replica_id == chosen_copy:
                 bounds = [i.indices(n)[:2] for i, n in zip(part.index, array.shape)]
                 headers.append(header | {"bounds": bounds})
                 shards.append(part.data)
@@ -238,7 +238,7 @@ def write_shards(path: Path, arrays: Any, data_state: Any) -> None:
 # ---- reading a checkpoint --------------------------------------------------------------
 
 
-def damaged(path: Path) -> UserError:
+def damaged_error(path: Path) -> UserError:
     return UserError(
         f"{path} is damaged. To continue from an earlier checkpoint, delete the folder "
         f"{path.parent}."
@@ -250,7 +250,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, list], Any]:
     headers = {}
     complete = (folder / "complete").read_text()
     if not re.fullmatch("[1-9][0-9]*", complete):
-        raise damaged(folder / "complete")
+        raise damaged_error(folder / "complete")
     count = int(complete)
     for process in range(count):
         path = shard_file(folder, process, count)
@@ -261,7 +261,7 @@ def read_manifest(folder: Path) -> tuple[dict[str, list], Any]:
                 if zlib.crc32(head) != crc32:
                     raise ValueError("wrong checksum")
             except (ValueError, TypeError, msgpack.UnpackException):
-                raise damaged(path) from None
+                raise damaged_error(path) from None
         head = msgpack.unpackb(head)
         for header in head["shards"]:
             where = {"file": path, "offset": unpacker.tell() + header["offset"]}
@@ -276,24 +276,23 @@ def read_shard(header: dict) -> np.ndarray:
         file.seek(header["offset"])
         size = file.readinto(data.reshape(-1).view(np.uint8).data)
     if size != data.nbytes or zlib.crc32(data) != header["crc32"]:
-        raise damaged(header["file"])
+        raise damaged_error(header["file"])
     return data
 
 
 def read_slice(headers: list[dict], index: tuple, cache: dict) -> np.ndarray:
     """Assemble one slice of an array from the shards that overlap with it."""
     wanted = [i.indices(n)[:2] for i, n in zip(index, headers[0]["shape"])]
-    out = np.empty([stop - start for start, stop in wanted], headers[0]["dtype"])
+    start, stop = np.array(wanted, int).reshape(-1, 2).T  # of each dimension
+    out = np.empty(stop - start, headers[0]["dtype"])
     for number, header in enumerate(headers):
-        from_shard, to_out = [], []
-        for (start, stop), (shard_start, shard_stop) in zip(wanted, header["bounds"]):
-            low, high = max(start, shard_start), min(stop, shard_stop)
-            from_shard.append(slice(low - shard_start, high - shard_start))
-            to_out.append(slice(low - start, high - start))
-        if all(part.start < part.stop for part in from_shard):
+        shard_start, shard_stop = np.array(header["bounds"], int).reshape(-1, 2).T
+        low, high = np.maximum(start, shard_start), np.minimum(stop, shard_stop)
+        if (low < high).all():
             if number not in cache:
                 cache[number] = read_shard(header)
-            out[tuple(to_out)] = cache[number][tuple(from_shard)]
+            from_shard = tuple(map(slice, low - shard_start, high - shard_start))
+            out[tuple(map(slice, low - start, high - start))] = cache[number][from_shard]
     return out
 
 
@@ -306,10 +305,10 @@ def load_arrays(folder: Path, abstract: Any) -> Any:
     stored, _ = read_manifest(folder)
     wanted = flatten(abstract)
     check_same([header["crc32"] for headers in stored.values() for header in headers])
-    others = [x for x in stored if x.startswith("params/") and x not in wanted]
-    if others:
+    unexpected = [x for x in stored if x.startswith("params/") and x not in wanted]
+    if unexpected:
         raise UserError(
-            f"{folder} has arrays that this run has not, such as {others[0]}: use the "
+            f"{folder} has arrays that this run has not, such as {unexpected[0]}: use the "
             f"settings of the run that wrote the checkpoint."
         )
 
@@ -343,14 +342,14 @@ class Checkpoints:
     def path(self, step: int) -> Path:
         return self.folder / f"step_{step:08}"
 
-    def started(self) -> list[int]:
+    def all_steps(self) -> list[int]:
         """Return the steps of all checkpoints and of interrupted saves, in order."""
         names = [path.name for path in self.folder.glob("step_*")]
         return sorted(int(x[5:]) for x in names if re.fullmatch(r"step_\d{8,}", x))
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, in ascending order."""
-        return [x for x in self.started() if (self.path(x) / "complete").exists()]
+        return [x for x in self.all_steps() if (self.path(x) / "complete").exists()]
 
     def save(self, arrays: Any, step: int, data_state: Any = None) -> None:
         """Write a tree of arrays, which is complete when all processes have written.
@@ -372,7 +371,7 @@ class Checkpoints:
     def remove_old(self) -> None:
         """Remove interrupted saves, and all checkpoints but the newest."""
         newest = self.steps()[-self.keep :]  # With --train.keep 0, [-0:] are all.
-        for step in {*self.started()} - {*newest}:
+        for step in {*self.all_steps()} - {*newest}:
             path = self.path(step)
             # Without `complete`, a folder that is half deleted does not count.
             (path / "complete").unlink(missing_ok=True)
@@ -389,8 +388,8 @@ def newest_checkpoint(source: Path | str) -> Path | None:
         return folder
     checkpoints = Checkpoints(folder)
     # All processes use the newest checkpoint that process 0 sees.
-    newest = np.int32([-1, *checkpoints.steps()][-1])
-    step = int(multihost_utils.broadcast_one_to_all(newest))
+    newest = max(checkpoints.steps(), default=-1)
+    step = int(multihost_utils.broadcast_one_to_all(np.int32(newest)))
     return checkpoints.path(step) if step >= 0 else None
 
 

@@ -313,7 +313,7 @@ def loop(
             checkpoints.save(state, step, batches.state)
         if stop_now:
             break
-        evaluated = evaluations(step, state.params)
+        evaluated = evaluations.run_due(step, state.params)
         if log_now or save_now or evaluated:
             timer_start, timer_step, data_wait = time.perf_counter(), step, 0.0
     log.sync()
@@ -411,6 +411,8 @@ class Evaluations:
                 function = partial(self.measure_loss, batches)
                 self.groups[f"training_eval/{name}"] = train_cfg.eval_every, function
             if train_cfg.infer_every and data.find_task(name, cfg).metrics:
+                # A metric that fails must not stop the run hours later.
+                evaluate.check_metrics(name, "validation", cfg, tokenizer)
                 function = partial(self.measure_outputs, name)
                 self.groups[f"inference_eval/{name}"] = train_cfg.infer_every, function
             baseline = evaluate.unigram_loss(batches, tokenizer)
@@ -419,7 +421,7 @@ class Evaluations:
                 f"a model that knows only how often each token occurs"
             )
 
-    def __call__(self, step: int, params: dict) -> bool:
+    def run_due(self, step: int, params: dict) -> bool:
         """Make the evaluations that are due and not in the log. Return if there were any."""
         train_cfg = self.cfg.train
         evaluated = False
@@ -499,9 +501,6 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     recipe: the value of --config, of which the run keeps a copy if it is a file.
     init_from: the run or the checkpoint with whose weights a new run starts, or "".
     """
-    for name in data.eval_tasks(cfg):
-        # An unknown task or metric must not stop a run hours later.
-        evaluate.metric_functions(data.find_task(name, cfg))
     checkpoint, resumes, step = find_start(cfg, run_dir, init_from)
     mesh = partition.set_mesh(cfg)
     abstract, lowered = lower_step(cfg, mesh)
@@ -509,30 +508,28 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     kind = mesh.devices.flat[0].device_kind
     arch = model.resolve_auto(cfg.model)
     print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
-    forms = {"attention": arch.attention, "loss": arch.loss}
-    replaced = [f"{name} ({form})" for name, form in forms.items() if form != "xla"]
-    if replaced:
-        print(f"extras   compute instead of model.py: {', '.join(replaced)}")
+    print(f"compute  {arch.dtype}, attention {arch.attention}, loss {arch.loss}")
     print(f"start    step {step:,}, {checkpoint or 'random weights'}")
     origin = run_dir if resumes else init_from and configs.run_dir_of(init_from)
     tokenizer = data.load_tokenizer(cfg, origin)
     data_state = partition.read_manifest(checkpoint)[1] if resumes else None
     batches = data.Batches(cfg, tokenizer, data_state)
-    partition.check_same((tokenizer.sha256, batches.state["files"]))
+    partition.check_same((tokenizer.sha256, batches.state["files_crc32"]))
     if partition.is_main_process():
         tokenizer.save(run_dir)
         configs.save_run(cfg, run_dir, vocabulary=tokenizer.sha256, init_from=init_from)
+        configs.write_file(run_dir / "model-info.txt", model.list_params(cfg))
         if recipe.endswith(".py"):
             configs.write_file(run_dir / "recipe.py", Path(recipe).read_text())
+    log = Log(run_dir, step)
+    evaluations = Evaluations(cfg, tokenizer, log)
     with ThreadPoolExecutor(1) as thread:  # Compile while the state is loaded.
         compiling = thread.submit(lowered.compile)
         state = load_state(cfg, abstract, checkpoint, resumes)
         compiled_step = compiling.result()
-    log = Log(run_dir, step)
     checkpoints = partition.Checkpoints(run_dir, cfg.train.keep)
-    evaluations = Evaluations(cfg, tokenizer, log)
     if resumes:  # A kill may have prevented the evaluations of this checkpoint.
-        evaluations(step, state.params)
+        evaluations.run_due(step, state.params)
     step = loop(cfg, compiled_step, state, batches, log, checkpoints, evaluations)
     ending = "done" if step >= cfg.train.steps else "stopped"
     print(f"{ending} at step {step:,}: {run_dir}")
@@ -556,12 +553,12 @@ def parse(argv: list[str] | None = None) -> Options:
     """
     flags = configs.first_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
-    init_from = flags.init_from
+    init_from = flags.init_from.rstrip("/")
     stored = None
     resumes = bool(partition.Checkpoints(run_dir).steps())
     # A run killed before its first checkpoint gives its settings, if no --config does.
-    begun = flags.run_dir and (configs.to_path(run_dir) / "config.json").exists()
-    if resumes or (begun and not flags.config):
+    has_settings = flags.run_dir and (configs.to_path(run_dir) / "config.json").exists()
+    if resumes or (has_settings and not flags.config):
         stored, facts = configs.load_run_and_tasks(run_dir, flags.config)
         cfg, init_from = stored, init_from or facts["init_from"]
         if resumes and init_from != facts["init_from"]:

@@ -9,7 +9,7 @@ Sixteen machines run the first command, with --shard 0/16 to 15/16. Each file of
 source becomes a Parquet file of token ids without EOS, which fit no other vocabulary.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import islice
 
@@ -35,11 +35,8 @@ load_tokenizer = cache(data.load_tokenizer)
 
 
 def open_files(options: Options) -> tuple[data.Task, list[data.File]]:
-    # As if there were another source for validation, nothing is held out.
-    own = replace(options.cfg.data, validation_source="another")
-    cfg = replace(options.cfg, data=own)
-    task = data.find_task(cfg.data.task, cfg)
-    return task, data.open_source(task.source, options.split, cfg)
+    task = data.find_task(options.cfg.data.task, options.cfg)
+    return task, data.open_source(task.source, options.split, options.cfg)
 
 
 def tokenize_file(number: int, options: Options) -> None:

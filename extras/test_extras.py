@@ -4,6 +4,7 @@
 import ast
 import json
 import math
+import os
 import re
 import runpy
 import shutil
@@ -827,6 +828,24 @@ def test_t5x_and_back_with_the_optimizer(tmp_path):
             kind = dtype if name.startswith("target") else array.dtype
             assert back[name].dtype == kind
             np.testing.assert_array_equal(back[name], array.astype(kind), err_msg=name)
+
+
+@pytest.mark.skipif("PLAIN_T5_CASES" not in os.environ, reason="needs PLAIN_T5_CASES")
+@pytest.mark.parametrize("kind", ["checkpoint_1000", "orbax/checkpoint_1000"])
+def test_checkpoints_that_t5x_wrote_and_back(kind, tmp_path):
+    cases = Path(os.environ["PLAIN_T5_CASES"]) / "t5x/checkpoint/v11"
+    wanted = np.load(cases / "params.npz")
+    convert.convert(cases / kind, tmp_path / "run")
+    assert restored_state(tmp_path / "run").step == 1000
+    convert.convert(tmp_path / "run", tmp_path / "back", to="t5x")
+    back = partition.flatten(convert.read_t5x(tmp_path / "back"))
+    first = partition.flatten(convert.read_t5x(cases / "checkpoint_1000"))
+    assert back.keys() == first.keys() >= set(wanted.files)
+    for name in back:
+        assert np.asarray(back[name]).dtype == np.asarray(first[name]).dtype
+        np.testing.assert_array_equal(back[name], first[name], err_msg=name)
+        if name in wanted:
+            np.testing.assert_array_equal(back[name], wanted[name], err_msg=name)
 
 
 def test_t5x_keeps_what_its_weights_do_not_show(tmp_path):
