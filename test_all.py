@@ -936,6 +936,7 @@ def test_other_commands_take_the_settings_from_the_run(tmp_path, tables):
      ("--init_from runs/other", "init_from")],
 )  # fmt: skip
 def test_a_run_is_resumed_with_the_same_settings_only(flags, refused, tmp_path):
+    assert train.parse(["--run_dir", f"{tmp_path}/new"]).cfg == configs.RECIPES["tiny"]
     configs.save_run(configs.RECIPES["tiny"], tmp_path)
     argv = ["--run_dir", str(tmp_path), *flags.split()]
     if "init_from" not in flags:

@@ -16,8 +16,8 @@ Test examples of which all actions are right, in percent, after one run of 2,000
 
              plain T5   best network of the paper
     simple       99.8                        99.8
-    length        1.7                        20.8
-    jump          0.0                         1.2
+    length        0.2                        20.8
+    jump          0.1                         1.2
 """
 
 import re
