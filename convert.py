@@ -400,7 +400,8 @@ def hf_config(arch: ModelConfig) -> dict[str, Any]:
 def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndarray]:
     """Leave one copy of the embedding, and an output layer only if the model is untied.
 
-    A tied model of plain T5 scales its logits by d_model^-0.5, an untied one does not. In
+    The model is tied if its output layer is the embedding and its logits are scaled by
+    d_model^-0.5. Otherwise lm_head.weight is kept, times this scale if there is one. In
     transformers 4, tie_word_embeddings means both. In version 5, which counts here, it is
     the scale alone (mT5 never scales), unless scale_decoder_outputs says otherwise.
     """
