@@ -159,6 +159,8 @@ def compute_metrics(
     targets, predictions = ([x[key] for x in lines] for key in ("target", "prediction"))
     for function in metric_functions(task):
         values = function(targets, predictions)
+        if not isinstance(values, dict):
+            raise UserError(f"A metric must return a dict of numbers, not {values!r}.")
         if duplicates := metrics.keys() & values.keys():
             raise UserError(f"Two metrics of a task have the name {duplicates}.")
         metrics |= values

@@ -605,6 +605,7 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
         if os.path.exists(options.output):  # of another shard
             raise UserError(f"{options.output} exists: the answers are in {file.name}.")
         os.replace(file.name, options.output)
+        configs.print_once(f"The answers are in {options.output}.")
 
 
 # ---- the command -----------------------------------------------------------------------

@@ -340,16 +340,9 @@ def test_lesson_data_packed_examples_have_segments():
 
 def pack_slowly(sizes, limits):
     """Look at all open rows for each example, with lists."""
-
-    def shares(counts):
-        return [n / limit for n, limit in zip(counts, limits)]
-
-    def left(k):
-        return [n - size for n, size in zip(free[k], sizes[i])]
-
-    def difference(k):
-        return round(abs(np.subtract(*shares(left(k)))), 9)
-
+    shares = lambda counts: [n / limit for n, limit in zip(counts, limits)]
+    left = lambda k: [n - size for n, size in zip(free[k], sizes[i])]
+    difference = lambda k: round(abs(np.subtract(*shares(left(k)))), 9)
     free = [limits] * math.ceil(max(shares(map(sum, zip(*sizes)))))
     row = [None] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sum(shares(sizes[i]))):
@@ -958,9 +951,9 @@ def test_init_from_takes_the_network_and_the_vocabulary_of_the_other_run(tmp_pat
     for flag in ("--model.d_ff 64", "--data.vocab train:500", "--data.extra_ids 3"):
         with pytest.raises(UserError, match=flag.split()[0][2:]):
             train.parse(argv + flag.split())
-    configs.save_run(options.cfg, tmp_path / "new", init_from=options.init_from)
+    configs.save_run(options.cfg, tmp_path / "new", init_from=f"{tmp_path}/")
     configs.write_file(tmp_path / "new/checkpoints/step_00000010/complete", "1")
-    train.parse([*argv[:-1], f"{tmp_path}/"])  # Another spelling is not another run.
+    train.parse(argv)  # Another spelling is not another run.
 
 
 def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
@@ -1116,6 +1109,14 @@ def test_rows_are_packed_together_until_their_longer_sides_are_full(mixture, mon
     for _ in itertools.islice(batches, 20):
         ends.append(batches.state["row"])
     assert 20 <= max(ends) <= 22
+
+
+def test_a_window_ends_after_so_many_characters(tmp_path):
+    row, task = {"inputs": "x" * 900, "targets": ""}, data.Task()
+    files = data.open_source(write_jsonl(tmp_path / "a", [row] * 9), "test", BYTES)
+    records = data.read_documents(files, task, BYTES)
+    window, end = data.read_window(records, 3000, task, TOKENIZER, BYTES)
+    assert len(window) == 3 and end == (0, 3)
 
 
 def test_a_batch_is_a_part_of_an_order_of_rows(mixture):
@@ -2539,10 +2540,9 @@ def test_a_text_becomes_a_value_and_the_values_become_metrics():
     metrics, lines = evaluate.compute_metrics(label, rows, ["yes", "no"], ["yes", "No"])
     assert [(x["target"], x["prediction"]) for x in lines] == [(1, 1), (0, -1)]
     assert metrics == {"accuracy": 50.0}  # by default
-    with pytest.raises(UserError, match="half"):
-        evaluate.compute_metrics(task._replace(metrics=(half, half)), rows, *texts)
-    with pytest.raises(UserError, match="f2"):
-        evaluate.compute_metrics(task._replace(metrics=("f2",)), rows, *texts)
+    for wrong, named in ((half, half), "half"), (("f2",), "f2"), ((max,), "dict"):
+        with pytest.raises(UserError, match=named):
+            evaluate.compute_metrics(task._replace(metrics=wrong), rows, *texts)
 
 
 @pytest.fixture

@@ -429,9 +429,10 @@ class Evaluations:
             if is_due(every, step, train_cfg.steps) and not self.log.has(step, group):
                 metrics = function(step, params)
                 self.log.write(step, group, metrics)
-                name = group.partition("/")[2]
+                kind, _, name = group.partition("/")
+                outputs = "outputs for " if kind == "inference_eval" else ""
                 values = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
-                tqdm.write(f"step {step:,}: held-out {name}: {values}")
+                tqdm.write(f"step {step:,}: {outputs}held-out {name}: {values}")
                 evaluated = True
         return evaluated
 
@@ -488,7 +489,7 @@ def find_start(
     if not resumes and step >= train_cfg.steps:
         raise UserError(
             f"A new run at step {step} needs --train.steps above {step}, not "
-            f"{train_cfg.steps}."
+            f"{train_cfg.steps}, or --train.start_step 0."
         )
     if train_cfg.start_step and not checkpoint:
         raise UserError("Add --init_from RUN, or --train.start_step 0 without it.")
@@ -553,7 +554,7 @@ def parse(argv: list[str] | None = None) -> Options:
     """
     flags = configs.first_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
-    init_from = flags.init_from.rstrip("/")
+    init_from = flags.init_from
     stored = None
     resumes = bool(partition.Checkpoints(run_dir).steps())
     # A run killed before its first checkpoint gives its settings, if no --config does.
@@ -561,7 +562,8 @@ def parse(argv: list[str] | None = None) -> Options:
     if resumes or (has_settings and not flags.config):
         stored, facts = configs.load_run_and_tasks(run_dir, flags.config)
         cfg, init_from = stored, init_from or facts["init_from"]
-        if resumes and init_from != facts["init_from"]:
+        began_from = configs.to_path(facts["init_from"])
+        if resumes and configs.to_path(init_from) != began_from:
             raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
     if flags.config or not stored:
         cfg = configs.load_recipe(flags.config or "tiny")
