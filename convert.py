@@ -77,7 +77,7 @@ SUBLAYERS = {
 }
 IN_SUBLAYER = {
     "norm": ("pre_{part}_layer_norm/scale", "layer_norm"),
-    # of UMT5, in every layer
+    # Only UMT5 has one in every layer.
     "relative_bias": ("relpos_bias/rel_embedding", "{hf}.relative_attention_bias"),
     "query": ("{t5x}/query/kernel", "{hf}.q"),
     "key": ("{t5x}/key/kernel", "{hf}.k"),

@@ -454,7 +454,7 @@ class Options(configs.Options):
 
 
 def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> str:
-    """Name what differs from the run, so that its metrics get columns of their own."""
+    """Name another mode, split or decoding, so that its metrics get their own columns."""
     if mode == "rank":
         name += "-rank-normalized" if options.normalize else "-rank"
     if mode == "predict":

@@ -360,7 +360,7 @@ class Example(NamedTuple):
     inputs: Sequence  # token ids, with EOS if the task has it
     targets: Sequence = ()
     index: int = 0  # selects the random samples
-    line: dict = {}  # from which it was made
+    line: dict = {}  # the line of the file that it was made from
 
 
 def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:

@@ -422,7 +422,7 @@ def cross_entropy(
     # The gradient of a lookup would be a scatter, that of this sum is a product.
     target_logit = jnp.sum(jax.nn.one_hot(targets, V) * logits, axis=-1)
     loss = log_z - (on - off) * target_logit - off * jnp.sum(logits, axis=-1) - entropy
-    # An argmax would need another pass over the logits: 4 % of a step on a TPU.
+    # An argmax would be another pass over the logits: 4 % of a step, says a TPU's compiler.
     is_largest = target_logit == jnp.max(logits, axis=-1)
     # But where all logits are equal, as of a model of zeros, each of them is the largest.
     # The target then has the probability 1 / V, and the prediction counts as wrong.
@@ -535,7 +535,7 @@ def attend_on_mesh(
 def save_attention(operation, *args, **params) -> bool:
     """Save the output of an attention kernel. The one for TPUs names it "attended"."""
     by_name = policies.save_only_these_names("attended")(operation, *args, **params)
-    return by_name or "dot_product_attention" in operation.name  # of cuDNN
+    return by_name or "dot_product_attention" in operation.name  # cuDNN's
 
 
 # What the forward pass saves for the backward pass, which recomputes everything else.

@@ -264,9 +264,9 @@ def read_manifest(folder: Path) -> tuple[dict[str, list], Any]:
                 raise damaged_error(path) from None
         head = msgpack.unpackb(head)
         for header in head["shards"]:
-            where = {"file": path, "offset": unpacker.tell() + header["offset"]}
-            headers.setdefault(header["name"], []).append(header | where)
-    return headers, head["state"]  # which all files have
+            location = {"file": path, "offset": unpacker.tell() + header["offset"]}
+            headers.setdefault(header["name"], []).append(header | location)
+    return headers, head["state"]  # All files have the same state.
 
 
 def read_shard(header: dict) -> np.ndarray:

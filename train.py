@@ -245,13 +245,13 @@ def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]
     inputs, targets = ids(cfg.data.inputs_length), ids(cfg.data.targets_length)
     batch = data.Batch(inputs, inputs, targets, targets, targets)
     state = abstract_state(cfg)
-    step = jax.jit(
+    jitted_step = jax.jit(
         partial(train_step, cfg),
         donate_argnums=0,  # The new state overwrites the memory of the old state.
         out_shardings=(jax.tree.map(lambda a: a.sharding, state), None),
         compiler_options=partition.compiler_options(),
     )
-    return state, step.lower(state, batch)
+    return state, jitted_step.lower(state, batch)
 
 
 # ---- the training loop -----------------------------------------------------------------
@@ -355,7 +355,7 @@ class Log:
     def __init__(self, run_dir: Path, step: int):
         self.run_dir = run_dir
         self.path = run_dir / "metrics.jsonl"
-        self.first = step + 1
+        self.purge_step = step + 1
         lines = evaluate.read_log(self.path)
         self.lines = [line for line in lines if line["step"] <= step]
         self.writers = {}
@@ -378,7 +378,7 @@ class Log:
         if SummaryWriter:
             if group not in self.writers:
                 folder = str(self.run_dir / "tensorboard" / group)
-                self.writers[group] = SummaryWriter(folder, purge_step=self.first)
+                self.writers[group] = SummaryWriter(folder, purge_step=self.purge_step)
             for name, value in metrics.items():
                 # Like SeqIO, put the metrics of generated text in a section of their own.
                 tag = f"eval/{name}" if group.startswith("inference_eval/") else name
@@ -521,7 +521,7 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
         configs.save_run(cfg, run_dir, vocabulary=tokenizer.sha256, init_from=init_from)
         configs.write_file(run_dir / "model-info.txt", model.list_params(cfg))
         if recipe.endswith(".py"):
-            configs.write_file(run_dir / "recipe.py", Path(recipe).read_text())
+            configs.write_file(run_dir / "recipe.py", configs.to_path(recipe).read_text())
     log = Log(run_dir, step)
     evaluations = Evaluations(cfg, tokenizer, log)
     with ThreadPoolExecutor(1) as thread:  # Compile while the state is loaded.
