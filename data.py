@@ -326,7 +326,7 @@ class Task(NamedTuple):
     always_eos: bool = True  # False in T0, as `trim_and_add_eos` says
 
 
-def cut_documents(tokenized: list[Ids], task: Task, data_cfg: DataConfig) -> list[Ids]:
+def cut_documents(tokenized: list, task: Task, data_cfg: DataConfig) -> list:
     """Cut texts to the length of examples, perhaps after joining them."""
     if not task.objective:
         return tokenized
