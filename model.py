@@ -532,13 +532,8 @@ def attend_on_mesh(
     return lambda q, k, v: sharded(q, k, v, mask, relative_bias)
 
 
-def save_attention(operation, *args, **params) -> bool:
-    """Save the output of an attention kernel. The one for TPUs names it "attended"."""
-    by_name = policies.save_only_these_names("attended")(operation, *args, **params)
-    return by_name or "dot_product_attention" in operation.name  # cuDNN's
-
-
 # What the forward pass saves for the backward pass, which recomputes everything else.
+save_attention = policies.save_only_these_names("attended")  # outputs of the kernels
 REMAT_POLICIES = {
     "none": policies.everything_saveable,
     "dots": policies.save_from_both_policies(

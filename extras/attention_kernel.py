@@ -1,11 +1,12 @@
-"""Attention that never writes its scores to memory: in Pallas for TPUs, cuDNN's for GPUs.
+"""Attention for TPUs that never writes its scores to memory, in Pallas.
 
 XLA writes the scores [B, H, Q, K] of model.dot_product_attention to memory several times.
 A kernel keeps the scores of a few rows and heads in on-chip memory, and its backward pass
 computes them again, as in FlashAttention (Dao et al. 2022).
 
-In the kernel for TPUs, queries, keys and values have the shape [B, Q, H * C], as dense
-layers produce and read them. It processes a block of rows, heads and queries in a step.
+Queries, keys and values have the shape [B, Q, H * C], as dense layers produce and read
+them. The kernel processes a block of rows, heads and queries in a step. gpu_attention.py
+is that for GPUs.
 """
 
 import functools
@@ -18,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
 import partition
+from extras import gpu_attention
 from model import dot_product_attention
 
 # The most scores (rows * heads * queries * keys) that fit into on-chip memory.
@@ -216,33 +218,20 @@ def backward(C, saved, d_out):
 attend_in_blocks.defvjp(forward, backward)
 
 
-def attend_with_cudnn(q, k, v, mask, bias=None) -> Array:
-    """Compute dot_product_attention in bfloat16 on a GPU. The bias is rounded, too.
-
-    cuDNN has no mask for packed rows, so JAX adds the mask to the bias of each row.
-    """
-    q, k, v = (x.swapaxes(1, 2) for x in (q, k, v))
-    bias = None if bias is None else bias[None].astype(q.dtype)
-    options = {"scale": 1.0, "implementation": "cudnn"}
-    out = jax.nn.dot_product_attention(q, k, v, bias, mask == 1, **options)
-    return out.swapaxes(1, 2)
-
-
-def cudnn_supports(q: Array, K: int) -> bool:
-    """Return whether cuDNN has attention for queries [B, H, Q, C], K keys and this GPU."""
-    Q, C = q.shape[2:]
-    even = Q % 2 == 0 and K % 2 == 0 and C % 8 == 0 and C <= 128
+def gpu_attention_fits(q: Array) -> bool:
+    """Return whether gpu_attention.py supports queries [B, H, Q, C] and this GPU."""
+    C = q.shape[-1]
     version = jax.local_devices()[0].compute_capability  # such as 7.5, or gfx942 of AMD
     is_ampere = version[0].isdigit() and float(version) >= 8
-    return is_ampere and even and q.dtype == jnp.bfloat16
+    return is_ampere and q.dtype == jnp.bfloat16 and C in (16, 32, 64, 128)
 
 
 def attend(q, k, v, mask, bias=None) -> Array:
     """Compute what model.dot_product_attention computes, with its arguments."""
     (B, H, Q, C), K = q.shape, k.shape[2]
     on_gpu = partition.platform() == "gpu"
-    if on_gpu and cudnn_supports(q, K):
-        return attend_with_cudnn(q, k, v, mask, bias)
+    if on_gpu and gpu_attention_fits(q):
+        return gpu_attention.attend(q, k, v, mask, bias)
     if on_gpu or not block_sizes((B, Q, H, C), K):
         return dot_product_attention(q, k, v, mask, bias)
     q, k, v = (x.swapaxes(1, 2).reshape(B, -1, H * C) for x in (q, k, v))

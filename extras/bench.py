@@ -5,11 +5,11 @@
 
 MFU is the share of the peak of the chip's data sheet, of which only matmuls of the model
 count (model.train_flops). --peer measures transformers with torch.compile on one device, in
-bfloat16 on a GPU. Each line is the median of --steps repetitions after two others.
+bfloat16 on a GPU. A time is the mean of --steps repetitions, after two others. As in training,
+the next one is sent to the device while it computes.
 """
 
 import argparse
-import statistics
 import time
 from dataclasses import replace
 from typing import Callable
@@ -26,14 +26,16 @@ import train
 from extras.plan import CHIPS
 
 
-def median_seconds(run: Callable, steps: int) -> float:
-    """run() must wait for its own result."""
-    times = []
-    for _ in range(steps + 2):
-        began = time.perf_counter()
+def mean_seconds(run: Callable, wait: Callable, steps: int) -> float:
+    """wait: a function that waits for the result of run()."""
+    for _ in range(2):
         run()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[2:])
+    wait()
+    began = time.perf_counter()
+    for _ in range(steps):
+        run()
+    wait()
+    return (time.perf_counter() - began) / steps
 
 
 def report(name: str, cfg: configs.Config, step: float, decode: float, tokens: int):
@@ -68,20 +70,20 @@ def measure(name: str, cfg: configs.Config, steps: int) -> None:
 
     def step():
         nonlocal state
-        state, metrics = program(state, batch)
-        jax.block_until_ready((state, metrics))
+        state, _ = program(state, batch)
 
-    step_seconds = median_seconds(step, steps)
-    params = state.params
+    step_seconds = mean_seconds(step, lambda: jax.block_until_ready(state), steps)
+    params, outputs = state.params, None
     # The logit of EOS is 0, which is never the largest one: no output ends early.
     params["unembed"] = params["unembed"].at[:, data.EOS].set(0.0)
     length = cfg.data.targets_length
 
     def decode():
+        nonlocal outputs
         pair = batch.inputs, batch.input_segments
-        jax.block_until_ready(infer.generate(params, *pair, cfg.model, length))
+        outputs = infer.generate(params, *pair, cfg.model, length)
 
-    seconds = median_seconds(decode, steps)
+    seconds = mean_seconds(decode, lambda: jax.block_until_ready(outputs), steps)
     report(name, cfg, step_seconds, seconds, length * len(inputs))
 
 
@@ -114,19 +116,17 @@ def measure_peer(name: str, cfg: configs.Config, steps: int) -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        wait()
 
     length = cfg.data.targets_length
-    step_seconds = median_seconds(step, steps)
+    step_seconds = mean_seconds(step, wait, steps)
     network.to(dtype).eval()
 
     def decode():
         with torch.no_grad():
             lengths = {"max_new_tokens": length, "min_new_tokens": length}
             network.generate(input_ids=inputs, do_sample=False, **lengths)
-        wait()
 
-    seconds = median_seconds(decode, steps)
+    seconds = mean_seconds(decode, wait, steps)
     report(f"{name} (HF)", cfg, step_seconds, seconds, length * len(inputs))
 
 
