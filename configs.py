@@ -37,7 +37,7 @@ def print_once(text: str) -> None:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture."""
+    """The architecture, and how it is computed."""
 
     # rows of the embedding table: T5 has 32,000 pieces, 100 sentinels and 28 unused ones
     vocab_size: int = 32128
@@ -54,17 +54,17 @@ class ModelConfig:
     tied: bool = False  # whether the embedding is also the output matrix, as in T5 1.0
     relative_buckets: int = 32  # buckets of relative positions
     relative_max_distance: int = 128  # longer distances share the last bucket
-    layer_biases: bool = False  # whether each layer has position biases, as in UMT5
+    per_layer_bias: bool = False  # whether each layer has position biases, as in UMT5
     dropout: float = 0.0  # dropped fraction: 0 to pretrain T5 1.1, 0.1 to fine-tune
     # number type of the activations; auto is float32 on a CPU, else bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # what the backward pass recomputes: all but products of weights, nothing, or all but
-    # the outputs of attention kernels
+    # what the backward pass does not recompute: the products of activations with weights,
+    # everything (none is recomputed), or only the outputs of attention kernels
     remat: Literal["dots", "none", "full"] = "dots"
     # xla is the code of model.py; auto is xla on a CPU, else extras/attention_kernel.py
-    attention: Literal["auto", "xla", "kernel"] = "auto"
+    attention_impl: Literal["auto", "xla", "kernel"] = "auto"
     # auto is extras/chunked_loss.py on a TPU and for large vocabularies, else xla
-    loss: Literal["auto", "xla", "chunked"] = "auto"
+    loss_impl: Literal["auto", "full", "chunked"] = "auto"
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,8 @@ class TrainConfig:
     weight_decay: float = 0.0
     z_loss: float = 1e-4  # weight of (log Z)^2 in the loss
     label_smoothing: float = 0.0  # probability given to tokens other than the target
-    loss_divisor: float | None = None  # None: the number of target tokens of the batch
+    # divisor of the summed loss; None: the number of target tokens of the batch
+    loss_normalizing_factor: float | None = None
     log_every: int = 10  # steps between lines of metrics
     eval_every: int = 1000  # steps between computations of the held-out loss
     eval_batches: int = 20  # held-out batches for losses and metrics; 0 means all
@@ -128,23 +129,23 @@ class DecodeConfig:
     beams: int = 0  # beams of beam search; 0 means none
     alpha: float = 0.6  # exponent of the length penalty of beam search
     # length penalty: ((5 + length) / 6)^alpha as in T5X, or length^alpha
-    penalty: Literal["gnmt", "length"] = "gnmt"
-    max_len: int | None = None  # most tokens to generate; None: data.targets_length
-    temperature: float = 0.0  # of sampling; 0 is greedy, or 1 with top_k or top_p
+    length_penalty: Literal["gnmt", "length"] = "gnmt"
+    max_length: int | None = None  # most tokens to generate; None: data.targets_length
+    temperature: float = 0.0  # of sampling; 0 is greedy, and 1 with top_k or top_p
     top_k: int = 0  # sample from the k most probable tokens; 0 means all
     top_p: float = 0.0  # sample from the most probable tokens with this mass; 0 means all
     num_return: int = 1  # samples or best beams of each input
-    return_all: bool = False  # whether to write scores, also of a single output
+    write_scores: bool = False  # whether to write scores, also of a single output
     batch_size: int = 32  # inputs that are decoded together
 
     def __post_init__(self):
-        if self.beams and self.samples:
+        if self.beams and self.do_sample:
             raise UserError("--decode.beams and sampling exclude each other.")
-        if self.num_return > max(1, self.beams) and not self.samples:
+        if self.num_return > max(1, self.beams) and not self.do_sample:
             raise UserError("--decode.num_return needs that many beams, or sampling.")
 
     @property
-    def samples(self) -> bool:
+    def do_sample(self) -> bool:
         """Whether ids are drawn at random. As in T5X, a temperature of 1e-4 is greedy."""
         return self.temperature > 1e-4 or self.top_k > 0 or self.top_p > 0
 
@@ -200,7 +201,8 @@ TINY_DATA = DataConfig(vocab="train:2000", inputs_length=32, targets_length=8)
 TINY_TRAIN = TrainConfig(
     steps=1500, batch_size=64, learning_rate=0.08, warmup_steps=100, steps_per_cycle=1500,
     schedule="constant * linear_warmup * cosine_decay", weight_decay=1e-3, eval_every=300,
-    microbatches=2)  # Half a batch needs so little memory that malloc uses it again.
+    # malloc returns the memory of a whole batch to the system in each step: slow.
+    microbatches=2)
 C4 = DataConfig(task="c4_v220_span_corruption")
 C4_TRAIN = TrainConfig(steps=100_000, batch_size=256, eval_every=2000)
 # 20,000 steps on top of a published checkpoint, as in t5x/configs/runs/finetune.gin.
@@ -235,7 +237,7 @@ RECIPES = {
 }
 # fmt: on
 
-HAS_EXTRAS = importlib.util.find_spec("extras") is not None  # or somebody deleted it
+HAS_EXTRAS = importlib.util.find_spec("extras") is not None  # It may be deleted.
 # A user's recipe file may add to these tables, and bring a tokenizer.
 TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, None
 
@@ -276,7 +278,8 @@ def load_recipe(name: str) -> Config:
 AT_LEAST_1 = (
     "data.mean_span_length data.inputs_length data.targets_length train.batch_size "
     "train.microbatches train.warmup_steps train.steps_per_decay train.steps_per_cycle "
-    "train.loss_divisor decode.batch_size decode.num_return decode.max_len mesh.model"
+    "train.loss_normalizing_factor decode.batch_size decode.num_return "
+    "decode.max_length mesh.model"
 ).split()
 AT_MOST = {
     "model.dropout": 0.999,
@@ -338,7 +341,7 @@ def change_settings(options: Options, argv: list[str] | None) -> Options:
 
 # A resumed run may change these settings. Any other change would be another experiment.
 CHANGEABLE = (
-    "decode mesh model.attention model.loss model.remat train.steps "
+    "decode mesh model.attention_impl model.loss_impl model.remat train.steps "
     "train.microbatches train.log_every train.eval_every train.infer_every "
     "train.eval_batches train.save_every train.keep data.tfds_dir"
 ).split()
@@ -367,7 +370,7 @@ def refuse_differences(cfg: Config, other: Config, may_differ: list, owner: str)
 
 def with_network_of(cfg: Config, origin: Config) -> Config:
     """Return a Config whose network and vocabulary are those of another run."""
-    kept = ("dropout", "dtype", "remat", "attention", "loss")
+    kept = ("dropout", "dtype", "remat", "attention_impl", "loss_impl")
     arch = replace(origin.model, **{name: getattr(cfg.model, name) for name in kept})
     data_cfg = replace(cfg.data, vocab=origin.data.vocab, extra_ids=origin.data.extra_ids)
     return replace(cfg, model=arch, data=data_cfg)
@@ -380,7 +383,7 @@ def run_dir_of(source):
 
 
 def load_run(run_dir: str) -> tuple[Config, dict]:
-    """Return the Config of a run, and the facts that save_run stored with it."""
+    """Return the Config of a run, and the metadata that save_run stored with it."""
     path = to_path(run_dir) / "config.json"
     stored = json.loads(path.read_text()) if path.exists() else {}
     if "settings" not in stored:
@@ -391,7 +394,7 @@ def load_run(run_dir: str) -> tuple[Config, dict]:
         if other := values.keys() ^ Section.__dataclass_fields__.keys():
             raise UserError(f"{path} is of another version: {name}.{sorted(other)}.")
         sections[name] = Section(**values)
-    return Config(**sections), stored["facts"]
+    return Config(**sections), stored["metadata"]
 
 
 def load_run_and_tasks(run_dir: str, recipe: str = "") -> tuple[Config, dict]:
@@ -406,11 +409,11 @@ def load_run_and_tasks(run_dir: str, recipe: str = "") -> tuple[Config, dict]:
     return load_run(run_dir)
 
 
-def save_run(cfg: Config, run_dir: str, **facts) -> None:
-    """Write facts and a Config, without the section of the devices, to config.json."""
+def save_run(cfg: Config, run_dir: str, **metadata) -> None:
+    """Write a Config, without the section of the devices, and metadata to config.json."""
     settings = dataclasses.asdict(cfg)
     del settings["mesh"]
-    content = {"settings": settings, "facts": {"init_from": "", **facts}}
+    content = {"settings": settings, "metadata": {"init_from": "", **metadata}}
     write_file(to_path(run_dir) / "config.json", json.dumps(content, indent=1))
 
 

@@ -53,7 +53,7 @@ from configs import Config, DataConfig, ModelConfig, TrainConfig, UserError
 
 # Arrays that exist once. All layers of a stack share one table of position biases, which
 # Hugging Face stores in block 0.
-SINGLE = {
+UNSTACKED_NAMES = {
     "embed": ("token_embedder/embedding", "shared"),
     "unembed": ("decoder/logits_dense/kernel", "lm_head"),
     "encoder/norm": ("encoder/encoder_norm/scale", "encoder.final_layer_norm"),
@@ -92,8 +92,8 @@ IN_SUBLAYER = {
 
 def foreign_names(path: str, layer, gated: bool = True) -> tuple[str, str]:
     """Return the names in T5X and in Hugging Face of one layer of a parameter."""
-    if path in SINGLE:
-        t5x, hf = SINGLE[path]
+    if path in UNSTACKED_NAMES:
+        t5x, hf = UNSTACKED_NAMES[path]
         return t5x, f"{hf}.weight"
     sublayer, _, name = path.rpartition("/")
     if sublayer not in SUBLAYERS or name not in IN_SUBLAYER:
@@ -148,8 +148,8 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
         return len({name.split("/")[1] for name in arrays if name.startswith(start)})
 
     bias = "encoder/layers/attention/relative_bias"
-    layer_biases = foreign_names(bias, 0)[0] in arrays
-    num_heads, buckets = shape(bias if layer_biases else "encoder/relative_bias")
+    per_layer_bias = foreign_names(bias, 0)[0] in arrays
+    num_heads, buckets = shape(bias if per_layer_bias else "encoder/relative_bias")
     vocab_size, d_model = shape("embed")
     return ModelConfig(
         vocab_size=vocab_size,
@@ -160,9 +160,9 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
         num_layers=depth("encoder"),
         num_decoder_layers=depth("decoder"),
         activation="gated_gelu" if gated else "relu",
-        tied=SINGLE["unembed"][0] not in arrays,
+        tied=UNSTACKED_NAMES["unembed"][0] not in arrays,
         relative_buckets=buckets,
-        layer_biases=layer_biases,
+        per_layer_bias=per_layer_bias,
     )
 
 
@@ -260,8 +260,8 @@ def read_orbax(folder: Path) -> dict:
 
     reader = ocp.PyTreeCheckpointer()
     tree = reader.metadata(folder).item_metadata.tree
-    numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    return reader.restore(folder, restore_args=numpy)
+    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
+    return reader.restore(folder, restore_args=as_numpy)
 
 
 def read_mesh_tensorflow(prefix: Path) -> dict:
@@ -311,13 +311,13 @@ def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
 
 def t5x_names(arrays: dict) -> dict[str, str]:
     """Return {name in Hugging Face: name in T5X} for a model with these arrays."""
-    depth = len(arrays)  # as many layers as there can be
+    depth = len(arrays)  # more layers than there are: the other names are not used
     bias = foreign_names("encoder/layers/attention/relative_bias", 1)[1]
     arch = ModelConfig(
         num_layers=depth,
         num_decoder_layers=depth,
         activation="gated_gelu" if any(".wi_0." in name for name in arrays) else "relu",
-        layer_biases=bias in arrays,
+        per_layer_bias=bias in arrays,
     )
     return {hf: t5x for _, _, t5x, hf in all_foreign_names(arch)}
 
@@ -372,7 +372,7 @@ HF_ACTIVATIONS = {
     "gated-gelu_new": "gated_gelu",
     "gated-silu": "gated_silu",
 }
-SPECIAL = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+SPECIAL_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
 def hf_config(arch: ModelConfig) -> dict[str, Any]:
@@ -456,7 +456,7 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     family = config.get("model_type", "t5")
     if family not in ("t5", "mt5", "umt5"):
         raise UserError(f"{folder} has model_type {family}, and is no T5.")
-    for field, expected in SPECIAL.items():
+    for field, expected in SPECIAL_IDS.items():
         value = (config | generation).get(field, expected)
         if value not in (expected, [expected]):
             raise UserError(f"{folder} has {field} {value}, but plain T5 has {expected}.")
@@ -488,7 +488,9 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
                 f"{folder}: config.json has {field} {config[field]}, but the weights or "
                 f"plain T5 have {value}."
             )
-    others = generation.keys() - SPECIAL - {"_from_model_config", "transformers_version"}
+    others = (
+        generation.keys() - SPECIAL_IDS - {"_from_model_config", "transformers_version"}
+    )
     if others:
         print(
             f"generation_config.json is not converted: it sets "
@@ -565,7 +567,7 @@ def read_run(source: Path, step: str) -> Run:
         )
     arrays = {
         name: partition.read_slice(headers, [slice(None)] * len(headers[0]["shape"]), {})
-        for name, headers in partition.read_manifest(source)[0].items()
+        for name, headers in partition.read_headers(source)[0].items()
     }
     files = [run_dir / name for name in ("spiece.model", "tokenizer.json")]
     has_vocabulary = cfg.data.vocab == "bytes" or any(file.exists() for file in files)
@@ -602,22 +604,22 @@ def read_model(source: Path, step: str = "latest") -> Run:
     if slots:
         arrays |= adafactor_state(slots, arch, steps)
     vocab, extra_ids = find_vocabulary(folders, arch.vocab_size)
-    data_config = DataConfig(vocab=vocab or "spiece.model", extra_ids=extra_ids)
-    cfg = Config(arch, data_config, TrainConfig(steps=max(steps, 1)))
+    data_cfg = DataConfig(vocab=vocab or "spiece.model", extra_ids=extra_ids)
+    cfg = Config(arch, data_cfg, TrainConfig(steps=max(steps, 1)))
     tokenizer = data.load_tokenizer(cfg) if vocab else None
-    name = Path(data_config.vocab).name  # The run keeps a copy of the file.
-    cfg = replace(cfg, data=replace(data_config, vocab=name))
+    name = Path(data_cfg.vocab).name  # The run keeps a copy of the file.
+    cfg = replace(cfg, data=replace(data_cfg, vocab=name))
     return Run(cfg, arrays, tokenizer)
 
 
 def write_run(run: Run, folder: Path) -> None:
-    facts = {}
+    metadata = {}
     if run.tokenizer:
         run.tokenizer.save(folder)
-        facts["vocabulary"] = run.tokenizer.sha256
+        metadata["vocabulary"] = run.tokenizer.sha256
     arrays = jax.tree.map(jnp.asarray, run.arrays)
     partition.Checkpoints(folder).save(arrays, run.step)
-    configs.save_run(run.cfg, folder, **facts)
+    configs.save_run(run.cfg, folder, **metadata)
 
 
 def write_hf(run: Run, folder: Path, dtype: np.dtype) -> None:
@@ -632,7 +634,7 @@ def write_hf(run: Run, folder: Path, dtype: np.dtype) -> None:
         array = run.arrays[f"params/{path}"][layer]
         arrays[name] = np.ascontiguousarray(array if path == "embed" else array.T, dtype)
     safetensors.numpy.save_file(arrays, folder / "model.safetensors", {"format": "pt"})
-    family = "umt5" if arch.layer_biases else "t5"
+    family = "umt5" if arch.per_layer_bias else "t5"
     has_decoder = arch.num_decoder_layers > 0
     kind = "ForConditionalGeneration" if has_decoder else "EncoderModel"
     config = {
@@ -643,10 +645,10 @@ def write_hf(run: Run, folder: Path, dtype: np.dtype) -> None:
         "dtype": dtype.name,
         "tie_word_embeddings": arch.tied,
         **hf_config(arch),
-        **SPECIAL,
+        **SPECIAL_IDS,
     }
     write_json(folder / "config.json", config)
-    write_json(folder / "generation_config.json", SPECIAL)
+    write_json(folder / "generation_config.json", SPECIAL_IDS)
     if run.tokenizer:
         write_hf_vocabulary(run.tokenizer, folder, arch.vocab_size)
         if family == "umt5" and run.tokenizer.file_name == "spiece.model":

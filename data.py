@@ -36,7 +36,7 @@ from configs import MIXTURES, TASKS, Config, DataConfig, UserError
 
 PAD, EOS, UNK = 0, 1, 2
 Ids = np.ndarray  # the token ids of a text [N]
-Pair = tuple[Ids, Ids]  # inputs and targets
+Example = tuple[Ids, Ids]  # inputs and targets
 
 
 class Batch(NamedTuple):
@@ -105,9 +105,9 @@ class Tokenizer:
     def decode(self, ids) -> str:
         """Return the text of the ids before the first EOS."""
         ids = itertools.takewhile(lambda i: i != EOS, map(int, ids))
-        return self.decode_pieces([i if i < self.size else UNK for i in ids if i != PAD])
+        return self.decode_ids([i if i < self.size else UNK for i in ids if i != PAD])
 
-    def decode_pieces(self, ids: list[int]) -> str:
+    def decode_ids(self, ids: list[int]) -> str:
         return self.processor.decode(ids)
 
     def is_content(self, ids):
@@ -134,8 +134,8 @@ def load_tokenizer(cfg: Config, run_dir: str | None = None) -> Tokenizer:
             tokenizer = Tokenizer(file.read(), cfg.data.extra_ids)
     if tokenizer.size > cfg.model.vocab_size:
         raise UserError(f"This vocabulary needs --model.vocab_size {tokenizer.size}.")
-    facts = configs.load_run(run_dir)[1] if run_dir else {}
-    if tokenizer.sha256 != facts.get("vocabulary", tokenizer.sha256):
+    metadata = configs.load_run(run_dir)[1] if run_dir else {}
+    if tokenizer.sha256 != metadata.get("vocabulary", tokenizer.sha256):
         raise UserError(f"{run_dir} has another vocabulary than at its beginning.")
     return tokenizer
 
@@ -143,7 +143,7 @@ def load_tokenizer(cfg: Config, run_dir: str | None = None) -> Tokenizer:
 def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes:
     """Train a SentencePiece model on the beginning of the training texts."""
     lines = []
-    readers = [read_task(name, "train", cfg) for name in trained_tasks(cfg)]
+    readers = [read_task(name, "train", cfg) for name in train_tasks(cfg)]
     in_turn = itertools.zip_longest(*readers, fillvalue={})
     for fields in itertools.chain.from_iterable(in_turn):
         for name in ("text", "inputs", "targets"):
@@ -197,7 +197,7 @@ def tokens_per_example(data_cfg: DataConfig) -> int:
 
 
 def random_bits(count: int, *key: int) -> np.ndarray:
-    """Return random integers of 64 bits, which depend only on the key (not of JAX)."""
+    """Return random integers of 64 bits, which depend only on the integers of `key`."""
     # All versions of NumPy have the same raw bits, but not the same Generator.shuffle.
     return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
 
@@ -233,24 +233,24 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     # In the inputs, a sentinel overwrites the first token of each removed span. In the
     # targets, it overwrites the kept token before the span.
     span_starts = noise_mask & ~np.roll(noise_mask, 1, axis=1)
-    before = np.roll(span_starts, -1, axis=1)
+    before_span = np.roll(span_starts, -1, axis=1)
     sentinels = np.tile(first_sentinel - np.arange(spans), rows)
     inputs, targets = tokens.astype(np.int32), tokens.astype(np.int32)
-    inputs[span_starts] = targets[before] = sentinels
-    inputs, targets = inputs[~noise_mask | span_starts], targets[noise_mask | before]
+    inputs[span_starts] = targets[before_span] = sentinels
+    inputs, targets = inputs[~noise_mask | span_starts], targets[noise_mask | before_span]
     return inputs.reshape(rows, -1), targets.reshape(rows, -1)
 
 
-# ---- objectives: documents become pairs (inputs, targets), without EOS -----------------
+# ---- objectives: chunks of text become examples (inputs, targets), without EOS ---------
 
 
-def span_corruption(documents: list[Ids], tokenizer, data_cfg, *key: int) -> list[Pair]:
-    """Corrupt spans of all documents. Those of equal length are computed together."""
-    examples = [None] * len(documents)
-    lengths = np.array([len(ids) for ids in documents])
+def span_corruption(chunks: list[Ids], tokenizer, data_cfg, *key: int) -> list[Example]:
+    """Corrupt spans of all chunks. Those of equal length are computed together."""
+    examples = [None] * len(chunks)
+    lengths = np.array([len(ids) for ids in chunks])
     for length in np.unique(lengths).tolist():
         here = np.flatnonzero(lengths == length)
-        tokens = np.stack([documents[i] for i in here])
+        tokens = np.stack([chunks[i] for i in here])
         noise, spans = noise_counts(length, data_cfg)
         inputs, targets = length - noise + spans + 1, noise + spans + 1
         too_long = inputs > data_cfg.inputs_length or targets > data_cfg.targets_length
@@ -266,11 +266,11 @@ def span_corruption(documents: list[Ids], tokenizer, data_cfg, *key: int) -> lis
     return examples
 
 
-def prefix_lm(documents: list[Ids], tokenizer, data_cfg, *key: int) -> list[Pair]:
+def prefix_lm(chunks: list[Ids], tokenizer, data_cfg, *key: int) -> list[Example]:
     """Cut each text at a random place: its beginning becomes the inputs."""
-    bits = random_bits(len(documents), *key).tolist()
-    cuts = [1 + random % (len(ids) - 1) for random, ids in zip(bits, documents)]
-    return [(ids[:cut], ids[cut:]) for ids, cut in zip(documents, cuts)]
+    bits = random_bits(len(chunks), *key).tolist()
+    cuts = [1 + random % (len(ids) - 1) for random, ids in zip(bits, chunks)]
+    return [(ids[:cut], ids[cut:]) for ids, cut in zip(chunks, cuts)]
 
 
 # ---- documents and examples ------------------------------------------------------------
@@ -283,28 +283,24 @@ def text_to_text(record: dict) -> list[dict]:
 
 
 def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
-    """Return a function that fills {fields} into two texts, and a word for {label}."""
+    """Return a function that fills {fields} into both texts, and choices[label]."""
 
     def fill(record):
         if choices:
             label = int(record.get("label", -1))  # -1 is unknown: <unk>, as in t5
             record = record | {"label": "<unk>" if label == -1 else choices[label]}
-        pair = {
-            "inputs": inputs.format_map(record),
-            "targets": targets.format_map(record),
-        }
-        if "idx" in record:
-            pair["idx"] = record["idx"]
-        return [pair]
+        texts = {"inputs": inputs, "targets": targets}
+        pair = {name: text.format_map(record) for name, text in texts.items()}
+        return [pair | {"idx": record["idx"]} if "idx" in record else pair]
 
     return fill
 
 
 class Objective(NamedTuple):
-    """How texts become pairs (inputs, targets)."""
+    """How texts become examples (inputs, targets)."""
 
-    make_pairs: Callable  # such as span_corruption
-    # the length to which texts are cut, which leaves room for EOS
+    function: Callable  # such as span_corruption
+    # the length of the chunks into which texts are cut, which leaves room for EOS
     length: Callable = lambda data_cfg: data_cfg.inputs_length - 1
     joins: bool = True  # whether documents are joined before, without EOS between them
 
@@ -323,11 +319,11 @@ class Task(NamedTuple):
     postprocess: str | Callable = ""  # "label" or "answers", or a function
     splits: tuple = ("train", "validation", "test")
     objective: Objective | None = None  # None: the documents are pairs already
-    always_eos: bool = True  # False in T0, as `trim_and_add_eos` says
+    eos_in_inputs: bool = True  # False in T0, as `trim_and_add_eos` says
 
 
 def cut_documents(tokenized: list, task: Task, data_cfg: DataConfig) -> list:
-    """Cut texts to the length of examples, perhaps after joining them."""
+    """Cut texts into the chunks of which examples are made. They may be joined before."""
     if not task.objective:
         return tokenized
     if task.objective.joins and tokenized:
@@ -337,10 +333,10 @@ def cut_documents(tokenized: list, task: Task, data_cfg: DataConfig) -> list:
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
 
 
-def make_examples(tokenized: list, task: Task, tokenizer, cfg, *key) -> list[Pair]:
+def make_examples(tokenized: list, task: Task, tokenizer, cfg, *key) -> list[Example]:
     """Return the example (inputs, targets) of each document, with EOS."""
     if task.objective:
-        tokenized = task.objective.make_pairs(tokenized, tokenizer, cfg.data, *key)
+        tokenized = task.objective.function(tokenized, tokenizer, cfg.data, *key)
     with_eos = partial(trim_and_add_eos, task=task, data_cfg=cfg.data)
     return [(with_eos(a, "inputs"), with_eos(b, "targets")) for a, b in tokenized]
 
@@ -348,8 +344,8 @@ def make_examples(tokenized: list, task: Task, tokenizer, cfg, *key) -> list[Pai
 def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.ndarray:
     """Truncate, and append EOS. T0 has none in inputs, and loses it in long targets."""
     limit = data_cfg.inputs_length if side == "inputs" else data_cfg.targets_length
-    end = [EOS] if side == "targets" or task.always_eos else []
-    kept = limit - task.always_eos
+    end = [EOS] if side == "targets" or task.eos_in_inputs else []
+    kept = limit - task.eos_in_inputs
     return np.concatenate([ids[:kept], end], dtype=np.int32, casting="unsafe")[:limit]
 
 
@@ -359,11 +355,11 @@ def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.nda
 def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     """Return a row for each example, whose sizes [N, 2] are its inputs and its targets.
 
-    From the longest example to the shortest, each gets the open row with space in which
-    the free shares of both sides then differ least, or a new row.
+    Best fit, from the longest example to the shortest: each goes to the row with space in
+    which the free fractions of inputs and targets are then most similar, or to a new row.
     """
     share = sizes / limits
-    rows = int(np.ceil(share.sum(axis=0)).max())  # as many as all tokens fill
+    rows = int(np.ceil(share.sum(axis=0)).max())  # fewer cannot hold all tokens
     free = np.tile(limits, (len(sizes), 1)).T  # [2, N]: at most a row for each example
     row_of = np.zeros(len(sizes), int)
     for i in np.argsort(-share.sum(axis=1), kind="stable").tolist():
@@ -378,7 +374,7 @@ def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     return row_of
 
 
-def fill_rows(rows: list[list[Pair]], limits: tuple[int, int]) -> Batch:
+def fill_rows(rows: list[list[Example]], limits: tuple[int, int]) -> Batch:
     """Write the examples of each row one after the other. limits: the sizes of a row."""
     sides = []
     for side, limit in enumerate(limits):
@@ -405,13 +401,13 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 # ---- batches ---------------------------------------------------------------------------
 # read_windows     documents of 8 million characters, in the order of the files
 # stream           their examples, shuffled
-# choose_examples  the next examples of all tasks by their rates, for PACKED rows
+# choose_examples  the next examples of all tasks by their rates, for ROWS_PER_PACK rows
 # pack_rows        these examples, packed into rows, which are shuffled
 # make_batches     batches of rows, and the state from which a restart continues
 
-ORDER, NOISE, ROWS = range(3)  # uses of random bits: no two uses have equal keys
-WINDOW = 1 << 23  # characters of all tasks together
-PACKED = 512  # rows that are packed together
+EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # what random bits are for: ends of their keys
+WINDOW_CHARACTERS = 1 << 23  # characters of all tasks together
+ROWS_PER_PACK = 512  # rows that are packed together
 
 
 class Cursor(NamedTuple):
@@ -458,7 +454,8 @@ def stream(name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor) -> Ite
     for tokenized, next_window in windows:
         # Each window, which the first three numbers name, has random bits of its own.
         key = cfg.train.seed, zlib.crc32(name.encode()), *cursor[:3]
-        shuffled = [tokenized[i] for i in random_order(len(tokenized), *key, ORDER)]
+        order = random_order(len(tokenized), *key, EXAMPLE_ORDER)
+        shuffled = [tokenized[i] for i in order]
         examples = make_examples(shuffled, task, tokenizer, cfg, *key, NOISE)
         for example in examples[cursor.taken :]:
             cursor = cursor._replace(taken=cursor.taken + 1, total=cursor.total + 1)
@@ -471,7 +468,7 @@ def stream(name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor) -> Ite
         cursor = next_window
 
 
-def print_facts(packed: Batch, sizes: np.ndarray, limits: tuple[int, int]) -> None:
+def print_statistics(packed: Batch, sizes: np.ndarray, limits: tuple[int, int]) -> None:
     """Print what the first packed rows tell of lengths and vocabulary."""
     cut = (sizes >= limits).any(axis=1).mean()
     inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
@@ -490,13 +487,13 @@ class Batches(Iterator):
 
     def __init__(self, cfg: Config, tokenizer: Tokenizer, state: dict | None = None):
         self.cfg = cfg
-        self.rates = trained_tasks(cfg)
+        self.rates = train_tasks(cfg)
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
         self.state = state or {"row": 0, "tasks": dict.fromkeys(self.rates, Cursor())}
         self.cursors = {name: Cursor(*c) for name, c in self.state["tasks"].items()}
         self.streams, sizes = {}, []
         reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
-        size = WINDOW // min(len(self.rates), 32)
+        size = WINDOW_CHARACTERS // min(len(self.rates), 32)
         for name, cursor in self.cursors.items():
             task, task_files = open_task(name, "train", cfg)
             windows = read_windows(task, task_files, tokenizer, cfg, size, cursor)
@@ -513,14 +510,14 @@ class Batches(Iterator):
         return batch
 
     def choose_examples(self) -> list:
-        """Take the next examples of all tasks, until they fill PACKED rows."""
+        """Take the next examples of all tasks, until they fill ROWS_PER_PACK rows."""
         names, rates = zip(*self.rates.items())
         totals = np.array([self.cursors[name].total for name in names])
         # The next example is of the task that is farthest behind its rate: rates of 3 and
         # 1 give a a a b a a a b. The fractions let tasks of equal rates take turns.
         phase = (np.arange(len(names)) + 0.5) / len(names)
         examples, filled = [], np.zeros(2)  # rows that all inputs and all targets need
-        while max(filled) < PACKED:
+        while max(filled) < ROWS_PER_PACK:
             k = np.argmin((totals + phase) / rates)
             example, self.cursors[names[k]] = next(self.streams[names[k]])
             if example:
@@ -538,17 +535,17 @@ class Batches(Iterator):
         examples = self.choose_examples()
         sizes = np.array([[len(ids) for ids in example] for example in examples])
         row_of = pack(sizes, self.limits) if self.cfg.data.pack else np.arange(len(sizes))
-        new_number = random_order(row_of.max() + 1, self.cfg.train.seed, total, ROWS)
+        new_number = random_order(row_of.max() + 1, self.cfg.train.seed, total, ROW_ORDER)
         rows = [[] for _ in new_number]
         for r, example in zip(new_number[row_of], examples):
             rows[r].append(example)
         packed = fill_rows(rows, self.limits)
         if not total:
-            print_facts(packed, sizes, self.limits)
+            print_statistics(packed, sizes, self.limits)
         return packed
 
     def make_batches(self) -> Iterator:
-        """Yield (batch, the state after it)."""
+        """Yield (batch, state). A restart packs the same rows and skips the used ones."""
         rows = []
         used_rows = self.state["row"]
         while True:
@@ -581,9 +578,10 @@ def batches_of_split(
     return [fill_rows(rows[i : i + size], limits) for i in range(0, len(rows), size)]
 
 
-def encode_pairs(documents: list[dict], task: Task, tokenizer, cfg: Config) -> list[Pair]:
+def encode_pairs(pairs: list[dict], task: Task, tokenizer, cfg) -> list[Example]:
+    """Tokenize pairs of texts, whatever the objective of the task is."""
     task = task._replace(objective=None)
-    return make_examples(tokenize(documents, task, tokenizer), task, tokenizer, cfg)
+    return make_examples(tokenize(pairs, task, tokenizer), task, tokenizer, cfg)
 
 
 # ---- sources: KIND:NAME ----------------------------------------------------------------
@@ -664,7 +662,7 @@ def read_python():
 
 READERS = {
     "text": read_text, "jsonl": read_jsonl, "csv": partial(read_table, ","),
-    "tsv": partial(read_table, "\t"), "parquet": read_parquet, "lines": read_parallel,
+    "tsv": partial(read_table, "\t"), "parquet": read_parquet, "parallel": read_parallel,
 }  # fmt: skip
 
 
@@ -676,7 +674,7 @@ def find_files(pattern: str) -> list[tuple[str, int]]:
     return [(prefix + p, info["size"]) for p, info in files if info["type"] == "file"]
 
 
-def open_source(source: str, split: str, cfg: Config) -> list[File]:
+def source_files(source: str, split: str, cfg: Config) -> list[File]:
     """Return the files of a source, such as text:books/{split}.txt or python:."""
     kind, _, name = source.partition(":")
     filled = name.replace("{split}", split)
@@ -690,7 +688,7 @@ def open_source(source: str, split: str, cfg: Config) -> list[File]:
     if kind not in READERS:
         kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
         raise UserError(f"{source!r} is no source KIND:NAME. The kinds are {kinds}.")
-    patterns = filled.split(",") if kind == "lines" else [filled]
+    patterns = filled.split(",") if kind == "parallel" else [filled]
     files = []
     for parallel in zip(*map(find_files, patterns), strict=True):
         paths, sizes = zip(*parallel)
@@ -700,7 +698,7 @@ def open_source(source: str, split: str, cfg: Config) -> list[File]:
     return files
 
 
-def hold_out(file: File, index: int, split: str) -> Iterator[dict]:
+def records_of(file: File, index: int, split: str) -> Iterator[dict]:
     """Yield the records of a split: 5 % of the first 20,000 are for validation."""
     for number, record in enumerate(file.read()):
         if split == "validation" and number == 20_000:
@@ -803,7 +801,7 @@ def mixture_rates(name: str, cfg: Config) -> dict[str, float]:
     return rates
 
 
-def trained_tasks(cfg: Config) -> dict[str, float]:
+def train_tasks(cfg: Config) -> dict[str, float]:
     return {name: r for name, r in mixture_rates(cfg.data.task, cfg).items() if r}
 
 
@@ -832,11 +830,11 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     validation_source = cfg.data.validation_source if name == cfg.data.task else ""
     if validation_source and split == "validation":
         task = task._replace(source=validation_source)
-    files = open_source(task.source, split, cfg) if split in task.splits else []
+    files = source_files(task.source, split, cfg) if split in task.splits else []
     if validation_source or re.search(r"{split}|^(hf|tfds|seqio):", task.source):
         return task, files
     # If a run trains on files without {split} in their names, a part of them is held out.
-    train_sources = [find_task(other, cfg).source for other in trained_tasks(cfg)]
+    train_sources = [find_task(other, cfg).source for other in train_tasks(cfg)]
     if absolute_source(task.source) not in map(absolute_source, train_sources):
         return task, files
     if split not in ("train", "validation"):
@@ -844,7 +842,9 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     configs.print_once(
         f"data     5 % of the first 20,000 records are held out: {task.source}"
     )
-    held = [f._replace(read=partial(hold_out, f, i, split)) for i, f in enumerate(files)]
+    held = [
+        f._replace(read=partial(records_of, f, i, split)) for i, f in enumerate(files)
+    ]
     return task, held
 
 

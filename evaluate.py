@@ -38,7 +38,7 @@ from configs import METRICS, Config, UserError
 @jax.jit(static_argnames="cfg")
 def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> list[dict]:
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
-    x = model.decoder_output(params, batch, cfg.model)
+    x = model.encode_and_decode(params, batch, cfg.model)
     weights = [w.astype("float32") for w in (batch.target_segments > 0, is_content)]
     return [model.loss_sums(params, x, batch.targets, w, cfg)[1] for w in weights]
 
@@ -71,7 +71,8 @@ def unigram_loss(batches: list, tokenizer: data.Tokenizer) -> float:
     inputs = np.concatenate([batch.inputs for batch in batches])
     targets, inputs = (ids[tokenizer.is_content(ids)] for ids in (targets, inputs))
     counts = np.bincount(np.concatenate([targets, inputs]))
-    # Each target is predicted from all other tokens, with 1 added to each count.
+    # Each target is predicted from all other tokens, with 1 added to each count: its own
+    # count is (counts - 1) + 1.
     total = counts.sum() - 1 + tokenizer.size
     return float(np.mean(np.log(total / counts[targets]))) if len(targets) else 0.0
 
@@ -88,7 +89,7 @@ def held_out_example(params, cfg: Config, batch: data.Batch, tokenizer) -> str:
     """Show the first example of a batch: inputs, truth, and the output of the model."""
     inputs = batch.inputs[0][batch.input_segments[0] == 1].tolist()
     targets = batch.targets[0][batch.target_segments[0] == 1].tolist()
-    ((outputs, _),) = infer.process_examples(params, cfg, [infer.Example(inputs)])
+    ((outputs, _),) = infer.process_examples(params, cfg, [infer.Request(inputs)])
     if tokenizer.first_sentinel in inputs:
         sides = [], targets, outputs[0]
         texts = [infer.fill_blanks(inputs, ids, tokenizer) for ids in sides]
@@ -177,7 +178,7 @@ def read_targets(name: str, split: str, cfg: Config, tokenizer, limit: int | Non
 
 
 def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
-    """Compute the metrics of 100 perfect answers, encoded and decoded."""
+    """Warn if 100 perfect answers, encoded and decoded, do not get the best metrics."""
     task = data.find_task(name, cfg)
     examples, pairs, targets = read_targets(name, split, cfg, tokenizer, 100)
     written = [tokenizer.decode(ids) for _, ids in pairs]
@@ -199,7 +200,7 @@ def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
     """Generate a text for each example. Returns metrics, and a line for each example."""
     check_metrics(name, split, cfg, tokenizer)
     examples, pairs, targets = read_targets(name, split, cfg, tokenizer, limit)
-    numbered = (infer.Example(*pair, number) for number, pair in enumerate(pairs))
+    numbered = (infer.Request(*pair, number) for number, pair in enumerate(pairs))
     results = infer.process_examples(params, cfg, numbered)
     outputs = [tokenizer.decode(best_first[0]) for best_first, _ in results]
     return compute_metrics(data.find_task(name, cfg), examples, targets, outputs)
@@ -309,7 +310,7 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
                 f"{name} has a right and a wrong choice with equal token ids, perhaps as "
                 f"--data.targets_length cuts them: {[texts[i] for i in group]}."
             )
-    pairs = itertools.starmap(infer.Example, id_pairs)
+    pairs = itertools.starmap(infer.Request, id_pairs)
     scores = np.array(list(infer.process_examples(params, cfg, pairs, "score")))
     lengths = [len(targets) for _, targets in id_pairs]
     if normalize:
@@ -454,7 +455,7 @@ class Options(configs.Options):
 
 
 def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> str:
-    """Name another mode, split or decoding, so that its metrics get their own columns."""
+    """Append mode, split and changed flags, so that each variant gets its own columns."""
     if mode == "rank":
         name += "-rank-normalized" if options.normalize else "-rank"
     if mode == "predict":

@@ -8,8 +8,8 @@
 Each line of IN.jsonl is an object with "inputs" and, for --mode score, "targets". Both
 are a text or a list of token ids, which is used exactly as given, with no EOS or cut.
 OUT.jsonl has the same lines in the same order, with a new field "prediction", "score"
-(the log-probability of the targets) or "vector" (the mean output of the encoder). Up to
-rounding, a line's result does not depend on the other lines.
+(the log-probability of the targets) or "embedding" (the mean output of the encoder). A
+result does not depend on the other lines, up to rounding.
 
 The encoder runs once. The decoder generates one token at a time, and a cache holds the
 keys and values of earlier tokens.
@@ -45,8 +45,8 @@ from configs import Config, DecodeConfig, ModelConfig, UserError
 from partition import shard
 
 # ---- the cache and one decoding step ---------------------------------------------------
-# Greedy decoding takes the most probable next id by model.forward, again and again. With
-# a cache of keys and values, each position is computed only once.
+# model.forward could compute the next id from all earlier ones, again and again. With a
+# cache of keys and values, each position is computed only once.
 #
 # The N beams of an example share a cache (N is 1 in greedy decoding): the key of position
 # t of beam m is at index t * N + m. A mask hides the keys of other beams. When beam
@@ -58,7 +58,7 @@ from partition import shard
 # and a beam whose `ancestors` are [1, 0] sees the second and the third.
 
 
-def attend_to_cache(q: Array, k: Array, v: Array, mask: Array, bias=None) -> Array:
+def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> Array:
     """Call dot_product_attention for few queries, those of the newest tokens."""
     N = q.shape[2]
     if partition.platform() == "tpu":
@@ -108,7 +108,7 @@ def decode_step(
     visible = past & (ancestors[..., None] == jnp.arange(N))  # [B, N, T, N]
     mask = visible.reshape(len(visible), 1, N, T * N)
     cross_mask = (input_segments > 0)[:, None, None]
-    cross_attend = functools.partial(attend_to_cache, mask=cross_mask)
+    cross_attend = functools.partial(attend_few_queries, mask=cross_mask)
 
     write = lax.dynamic_update_slice_in_dim
     x = model.embed(params, ids, arch)
@@ -120,7 +120,7 @@ def decode_step(
         def attend(q, k, v):
             kv = [write(old, new, t * N, axis=2) for old, new in zip(old_kv, (k, v))]
             new_cache.append(kv)
-            return attend_to_cache(q, *kv, mask, bias)
+            return attend_few_queries(q, *kv, mask, bias)
 
         x = model.decoder_layer(w, x, cross_kv, attend, cross_attend, arch)
     x = model.final_norm(params, x, arch)
@@ -130,7 +130,7 @@ def decode_step(
 # ---- greedy decoding and sampling ------------------------------------------------------
 
 
-class Outputs(NamedTuple):
+class SamplingState(NamedTuple):
     """The outputs so far. A score is the sum of the log-probabilities of the ids."""
 
     ids: Array  # [B, N, T], 0 after EOS
@@ -138,27 +138,29 @@ class Outputs(NamedTuple):
     done: Array  # [B, N], whether the output has ended with EOS
 
 
-def start_outputs(B: int, N: int, T: int) -> Outputs:
+def start_outputs(B: int, N: int, T: int) -> SamplingState:
     zeros = jnp.zeros((B, N))
-    return Outputs(jnp.zeros((B, N, T), jnp.int32), zeros, zeros > 0)
+    return SamplingState(jnp.zeros((B, N, T), jnp.int32), zeros, zeros > 0)
 
 
-def append_ids(state: Outputs, log_probs: Array, t, *, decode_cfg, rngs) -> Outputs:
+def append_ids(
+    state: SamplingState, log_probs: Array, t, *, decode_cfg, rngs
+) -> SamplingState:
     """Append the most probable id, or a random one, by the log_probs [B, N, V]."""
-    if decode_cfg.samples:
+    if decode_cfg.do_sample:
         ids = sample(log_probs, t, decode_cfg, rngs)
     else:
         ids = jnp.argmax(log_probs, axis=-1)
     ids = jnp.where(state.done, data.PAD, ids)
     added = jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0]
-    return Outputs(
+    return SamplingState(
         state.ids.at[:, :, t].set(ids),
         state.scores + jnp.where(state.done, 0.0, added),
         state.done | (ids == data.EOS),
     )
 
 
-def sorted_outputs(state: Outputs) -> tuple[Array, Array]:
+def sorted_outputs(state: SamplingState) -> tuple[Array, Array]:
     """Return (ids, scores), with the best output first."""
     order = jnp.argsort(-state.scores, axis=1)
     return gather_beams(state.ids, order), gather_beams(state.scores, order)
@@ -190,7 +192,8 @@ def filter_logits(logits: Array, top_k: int, top_p: float) -> Array:
     """Set the logits of ids that must not be drawn to -inf.
 
     top_k keeps the k most probable ids and, as in T5X, all that equal the last of them.
-    top_p keeps the fewest ids with this probability, and equals (Holtzman et al. 2020).
+    top_p keeps the fewest most probable ids whose sum reaches it (Holtzman et al. 2020),
+    and ids that equal the last of them.
     """
     if top_k:
         top = lax.top_k(logits, min(top_k, logits.shape[-1]))[0]
@@ -213,7 +216,7 @@ def filter_logits(logits: Array, top_k: int, top_p: float) -> Array:
 NEG_INF = -1e7  # added to a score that must not be selected, as in T5X
 
 
-class Beams(NamedTuple):
+class BeamState(NamedTuple):
     ids: Array  # [B, N, T], the live beams, from best to worst
     scores: Array  # [B, N], the sums of their log-probabilities
     finished_ids: Array  # [B, N, T]
@@ -223,21 +226,23 @@ class Beams(NamedTuple):
     done: Array  # [B, 1], whether the search of an example has ended
 
 
-def start_beams(B: int, N: int, T: int) -> Beams:
+def start_beams(B: int, N: int, T: int) -> BeamState:
     """Begin with equal, empty beams. Only the first one counts in the first step."""
     ids, masked = jnp.zeros((B, N, T), jnp.int32), jnp.full((B, N), NEG_INF)
     scores = masked.at[:, 0].set(0.0)
     ancestors = ids + jnp.arange(N)[:, None]
-    return Beams(ids, scores, ids, masked, ancestors, jnp.zeros((B, 1), bool))
+    return BeamState(ids, scores, ids, masked, ancestors, jnp.zeros((B, 1), bool))
 
 
 def length_penalty(tokens, decode_cfg: DecodeConfig):
     """The divisor of a score: that of Wu et al. 2016, as in T5X, or of Hugging Face."""
-    base = {"gnmt": (5 + tokens) / 6, "length": tokens}[decode_cfg.penalty]
+    base = {"gnmt": (5 + tokens) / 6, "length": tokens}[decode_cfg.length_penalty]
     return base**decode_cfg.alpha
 
 
-def extend_beams(state: Beams, log_probs: Array, t, *, decode_cfg: DecodeConfig) -> Beams:
+def extend_beams(
+    state: BeamState, log_probs: Array, t, *, decode_cfg: DecodeConfig
+) -> BeamState:
     """Extend the live beams by the ids of position t. log_probs: [B, N, V]."""
     B, N, V = log_probs.shape
     T = state.ids.shape[-1]
@@ -252,7 +257,8 @@ def extend_beams(state: Beams, log_probs: Array, t, *, decode_cfg: DecodeConfig)
 
     live_scores, live = lax.top_k(scores + jnp.where(ends, NEG_INF, 0.0), N)
     live_parents = gather_beams(parents, live)
-    # A new beam reads what its parent read, then its own keys. JAX ignores t + 1 == T.
+    # A new beam reads what its parent read, then its own keys. JAX leaves out a write to
+    # t + 1 == T.
     ancestors = gather_beams(state.ancestors, live_parents)
     ancestors = ancestors.at[:, :, t + 1].set(jnp.arange(N))
 
@@ -262,15 +268,18 @@ def extend_beams(state: Beams, log_probs: Array, t, *, decode_cfg: DecodeConfig)
     finished_scores, best = lax.top_k(both_scores, N)
     finished_ids = gather_beams(jnp.append(state.finished_ids, extended, axis=1), best)
 
-    # The score of a live beam can only fall, and its penalty is at most that of T ids, or
-    # in T5X of T + 1. The search ends when no live beam can beat N finished outputs.
+    # Scores are negative, and those of live beams can only fall. So the largest penalty,
+    # for T5X that of T + 1 ids, gives a bound of what the best live beam can reach. The
+    # search ends when N finished outputs are better.
     bound = live_scores[:, :1] / length_penalty(T + 1.0, decode_cfg)
     done = finished_scores[:, -1:] > bound
     live_ids = gather_beams(extended, live)
-    return Beams(live_ids, live_scores, finished_ids, finished_scores, ancestors, done)
+    return BeamState(
+        live_ids, live_scores, finished_ids, finished_scores, ancestors, done
+    )
 
 
-def beam_outputs(state: Beams) -> tuple[Array, Array]:
+def beam_outputs(state: BeamState) -> tuple[Array, Array]:
     """Return the finished outputs, or the live beams of an example that has none.
 
     The score of a place without an output is -inf. Live beams have no length penalty.
@@ -319,7 +328,8 @@ def generate(
 
     def decode_position(carry):
         t, state, cache = carry
-        ids = state.ids[:, :, t - 1]  # at first the last ones: PAD, the start token of T5
+        # At t = 0, this is the last position, still PAD, which is T5's start token.
+        ids = state.ids[:, :, t - 1]
         ancestors = getattr(state, "ancestors", None)
         logits, cache = decode_step(
             params, arch, ids, t, cache, layers, input_segments, ancestors
@@ -341,7 +351,7 @@ def score(params: dict, batch: data.Batch, arch: ModelConfig) -> Array:
 
 
 @jax.jit(static_argnames="arch", out_shardings=P())
-def mean_vectors(params: dict, batch: data.Batch, arch: ModelConfig) -> Array:
+def mean_embeddings(params: dict, batch: data.Batch, arch: ModelConfig) -> Array:
     """Return the mean of the encoder's outputs of each row, float32 [B, D]."""
     x = model.encode(params, batch.inputs, batch.input_segments, arch)
     is_input = (batch.input_segments > 0)[..., None]
@@ -356,7 +366,7 @@ def window_size(cfg: Config) -> int:
     return 16 * cfg.decode.batch_size
 
 
-class Example(NamedTuple):
+class Request(NamedTuple):
     inputs: Sequence  # token ids, with EOS if the task has it
     targets: Sequence = ()
     index: int = 0  # selects the random samples
@@ -367,7 +377,7 @@ def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
     """Yield the result of each example, in order.
 
     The result of "predict" is (outputs, scores), with the best output first, of "score" a
-    number, and of "encode" a vector.
+    number, and of "embed" a vector.
     """
     examples = iter(examples)
     size = cfg.decode.batch_size
@@ -383,7 +393,7 @@ def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
             yield from (results[i] for i in range(len(window)))
 
 
-def process_batch(params, cfg: Config, group: list[Example], mode: str) -> list:
+def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
     """Run the model on at most decode.batch_size examples."""
     # A small group gets a small batch. Copies of its last example fill the batch: they do
     # not need more decoding steps than that example. zip drops their results.
@@ -403,14 +413,14 @@ def process_batch(params, cfg: Config, group: list[Example], mode: str) -> list:
         raise UserError("An example has no inputs besides padding.")
     batch, indices = partition.put_batch((batch, np.uint32(indices)))
     if mode != "predict":
-        compute = {"score": score, "encode": mean_vectors}[mode]
+        compute = {"score": score, "embed": mean_embeddings}[mode]
         return np.asarray(compute(params, batch, cfg.model)).tolist()
     ids, scores = generate(
         params,
         batch.inputs,
         batch.input_segments,
         cfg.model,
-        cfg.decode.max_len or cfg.data.targets_length,
+        cfg.decode.max_length or cfg.data.targets_length,
         cfg.decode,
         indices,
         cfg.train.seed,
@@ -498,8 +508,8 @@ def line_ids(line: dict, side: str, index: int, cfg: Config, tokenizer) -> list[
     return value
 
 
-def read_input(options: "Options", tokenizer) -> Iterator[Example]:
-    """Yield an Example for each line of --input that belongs to --shard.
+def read_input(options: "Options", tokenizer) -> Iterator[Request]:
+    """Yield a Request for each line of --input that belongs to --shard.
 
     Without --input, a line is a text of the command line or of standard input.
     """
@@ -526,17 +536,17 @@ def read_input(options: "Options", tokenizer) -> Iterator[Example]:
             (ids,) = data.encode_pairs([line], task, tokenizer, cfg)
         else:
             ids = [line_ids(line, side, index, cfg, tokenizer) for side in sides]
-        yield Example(*ids, index=index, line=line)
+        yield Request(*ids, index=index, line=line)
 
 
 def result_fields(line: dict, result, cfg: Config, tokenizer, mode: str) -> dict:
     """Return the fields that a line gets. Texts get texts, and lists of ids get ids."""
     if mode != "predict":
-        return {"score" if mode == "score" else "vector": result}
+        return {"score" if mode == "score" else "embedding": result}
     outputs, scores = result
     if isinstance(line["inputs"], str):
         outputs = list(map(tokenizer.decode, outputs))
-    if cfg.decode.return_all or len(outputs) > 1:
+    if cfg.decode.write_scores or len(outputs) > 1:
         return {"prediction": outputs[0], "predictions": outputs, "scores": scores}
     return {"prediction": outputs[0]}
 
@@ -550,16 +560,16 @@ def to_json(line: dict) -> bytes:
 def job_digest(options: "Options", step: int, tokenizer) -> str:
     """Return a checksum of everything that a result depends on, besides its own line."""
     folder = partition.Checkpoints(options.run_dir).path(step)
-    headers = partition.read_manifest(folder)[0].values()
-    weights = [header["crc32"] for shards in headers for header in shards]
+    headers = partition.read_headers(folder)[0].values()
+    checksums = [header["crc32"] for shards in headers for header in shards]
     decode = replace(options.cfg.decode, batch_size=0)
     cfg = replace(options.cfg, decode=decode, mesh=None)
     flags = replace(options, cfg=cfg, distributed=None, output="", step="")
-    job = flags, tokenizer.sha256, weights, partition.platform()
+    job = flags, tokenizer.sha256, checksums, partition.platform()
     return f"{zlib.crc32(repr(job).encode()):08x}"
 
 
-def skip_answered(file, examples: Iterator[Example], window: int) -> int:
+def skip_answered(file, examples: Iterator[Request], window: int) -> int:
     """Lock an unfinished file, cut it after its last complete window, and skip its lines.
 
     A part of a window is computed again: in another batch, the last digits of scores
@@ -570,7 +580,7 @@ def skip_answered(file, examples: Iterator[Example], window: int) -> int:
     done = sum(text.endswith(b"\n") for text in file) // window * window
     file.seek(0)
     for text in itertools.islice(file, done):
-        line = next(examples, Example([])).line
+        line = next(examples, Request([])).line
         old, new = json.loads(text), json.loads(to_json(line))
         if any(old.get(side) != new.get(side) for side in ("inputs", "targets")):
             raise UserError(f"{file.name} was begun with other inputs: remove it.")
@@ -619,7 +629,7 @@ def answer_texts(params: dict, options: "Options", tokenizer) -> None:
             answer = tokenizer.decode(ids).replace("\n", " ")
             if "<extra_id_" in example.line["inputs"] and not options.raw:
                 answer = fill_blanks(example.inputs, ids, tokenizer)
-            score_column = f"{value:.4f}\t" if options.cfg.decode.return_all else ""
+            score_column = f"{value:.4f}\t" if options.cfg.decode.write_scores else ""
             print(f"{score_column}{answer}", flush=True)
 
 
@@ -630,7 +640,7 @@ class Options(configs.Options):
     input: str = ""  # a JSONL file, or task:NAME[:SPLIT]
     output: str = ""  # the JSONL file to write
     # generate texts, score the targets, or write the mean vectors of the encoder
-    mode: Literal["predict", "score", "encode"] = "predict"
+    mode: Literal["predict", "score", "embed"] = "predict"
     raw: bool = False  # print the generated text alone, not the input with filled gaps
     step: str = "latest"  # a step, or latest
     shard: str = "0/1"  # I/N reads every N-th line, beginning with line I

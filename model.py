@@ -59,10 +59,11 @@ def param_table(arch: ModelConfig) -> dict:
     H, R = arch.num_heads, arch.relative_buckets
     bias = Param((H, R), ("heads", "buckets"), "uniform", (6 / (H + R)) ** 0.5)
     # All layers of a stack share one table of position biases. In UMT5, each has its own.
-    per_layer = {"relative_bias": bias} if arch.layer_biases else {}
-    per_stack = {} if arch.layer_biases else {"relative_bias": bias}
+    per_layer = {"relative_bias": bias} if arch.per_layer_bias else {}
+    per_stack = {} if arch.per_layer_bias else {"relative_bias": bias}
 
-    # T5 does not divide attention scores by sqrt(C), but the initial query weights.
+    # T5 does not divide attention scores by sqrt(C). Instead, its initial query weights
+    # are smaller by this factor.
     attn = {
         "norm": norm,
         "query": Param((D, A), ("embed", "heads"), "normal", (D * arch.d_kv) ** -0.5),
@@ -157,12 +158,12 @@ def split_rng(rng: Array | None, n: int):
 
 
 # ---- attention -------------------------------------------------------------------------
-# encode, decode             call apply_layers (below), which calls for each layer
-# encoder_layer              norms, attention, MLP and residuals, with
-# attention                  projects activations to heads, and their outputs back
-#   attend_on_mesh           lets each device compute its rows and heads (below)
-#     position_bias          looks up a learned bias for the bucket of each distance
-#     dot_product_attention  softmax(q k^T + bias) v
+# encode, decode                  make masks, and for each layer a function `attend`
+#   make_attend                   returns it; each device has its own rows and heads
+#     position_bias               looks up a learned bias for the bucket of each distance
+#     dot_product_attention       softmax(q k^T + bias) v
+#   encoder_layer, decoder_layer  norms, attention, MLP and residuals
+#     attention                   projects to heads, calls `attend`, and projects back
 
 KV = tuple[Array, Array]  # the keys and values of all heads, both [B, H, K, C]
 
@@ -196,7 +197,7 @@ def relative_bucket(
 
 def relative_bias_of(stack: dict, w: dict, arch: ModelConfig) -> Array:
     """Return the position biases [H, R] of a layer: its own in UMT5, else its stack's."""
-    return (w if arch.layer_biases else stack)["relative_bias"]
+    return (w if arch.per_layer_bias else stack)["relative_bias"]
 
 
 def position_bias(
@@ -241,6 +242,7 @@ def dot_product_attention(
     if bias is not None:
         # Repeat the bias for all rows by a product, whose gradient is fast on a CPU.
         scores += jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
+    # Not -inf: where all keys are masked, which is padding, a softmax would be NaN.
     probs = jax.nn.softmax(jnp.where(mask, scores, -1e10), axis=-1)
     return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
 
@@ -262,7 +264,7 @@ def attention(
     """Compute multi-head attention for normalized activations x [B, Q, D].
 
     kv: the keys and values of x, or in cross-attention of the encoder's output.
-    attend: a function (q, k, v), such as those that `attend_on_mesh` returns.
+    attend: a function (q, k, v), such as those that `make_attend` returns.
     """
     rng_probs, rng_out = split_rng(rng, 2)
     q = split_heads(dense(x, w["query"]), arch)
@@ -322,7 +324,7 @@ def encode(
 
     def layer(w, x, rng):
         relative_bias = relative_bias_of(params["encoder"], w["attention"], arch)
-        attend = attend_on_mesh(mask, arch, relative_bias, bidirectional=True)
+        attend = make_attend(mask, arch, relative_bias, bidirectional=True)
         return encoder_layer(w, x, attend, arch, rng)
 
     x = embed(params, inputs, arch, rng_embed)
@@ -358,11 +360,11 @@ def decode(params: dict, batch, encoded: Array, arch: ModelConfig, rng=None) -> 
     segments = batch.target_segments
     mask = attention_mask(segments, segments, causal=True)
     cross_mask = attention_mask(segments, batch.input_segments)
-    cross_attend = attend_on_mesh(cross_mask, arch)
+    cross_attend = make_attend(cross_mask, arch)
 
     def layer(w, x, rng):
         relative_bias = relative_bias_of(params["decoder"], w["self_attention"], arch)
-        attend = attend_on_mesh(mask, arch, relative_bias)
+        attend = make_attend(mask, arch, relative_bias)
         cross_kv = keys_values(w["cross_attention"], encoded, arch)
         return decoder_layer(w, x, cross_kv, attend, cross_attend, arch, rng)
 
@@ -384,7 +386,7 @@ def compute_logits(params: dict, x: Array, arch: ModelConfig) -> Array:
     return dense(x, params["unembed"])
 
 
-def decoder_output(params: dict, batch, arch: ModelConfig, rng=None) -> Array:
+def encode_and_decode(params: dict, batch, arch: ModelConfig, rng=None) -> Array:
     """Run encoder and decoder on a data.Batch. rng: for dropout. Returns [B, T, D]."""
     rng_encoder, rng_decoder = split_rng(rng, 2)
     encoded = encode(params, batch.inputs, batch.input_segments, arch, rng_encoder)
@@ -393,7 +395,7 @@ def decoder_output(params: dict, batch, arch: ModelConfig, rng=None) -> Array:
 
 def forward(params: dict, batch, arch: ModelConfig, rng=None) -> Array:
     """Compute the logits of a data.Batch, float32 [B, T, V]."""
-    return compute_logits(params, decoder_output(params, batch, arch, rng), arch)
+    return compute_logits(params, encode_and_decode(params, batch, arch, rng), arch)
 
 
 # ---- loss ------------------------------------------------------------------------------
@@ -442,7 +444,7 @@ def loss_sums(
     params: those of the output matrix are enough. x [B, T, D]: the output of the decoder.
     loss_weights [B, T]: 1 for the tokens that count, else 0.
     """
-    if resolve_auto(cfg.model).loss == "chunked":
+    if resolve_auto(cfg.model).loss_impl == "chunked":
         from extras import chunked_loss
 
         name = "embed" if cfg.model.tied else "unembed"
@@ -461,7 +463,7 @@ def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
     The loss is the cross entropy plus the z-loss in nats, summed over all target tokens.
     To get a mean, train.accumulate_gradients divides it by the number of tokens.
     """
-    x = decoder_output(params, batch, cfg.model, rng)
+    x = encode_and_decode(params, batch, cfg.model, rng)
     loss_weights = (batch.target_segments > 0).astype(jnp.float32)  # leaves out padding
     return loss_sums(params, x, batch.targets, loss_weights, cfg)
 
@@ -488,8 +490,8 @@ def resolve_auto(arch: ModelConfig) -> ModelConfig:
     chunks = platform == "tpu" or arch.vocab_size > 1 << 16
     best = {
         "dtype": "float32" if platform == "cpu" else "bfloat16",
-        "attention": "kernel" if configs.HAS_EXTRAS and platform != "cpu" else "xla",
-        "loss": "chunked" if configs.HAS_EXTRAS and chunks else "xla",
+        "attention_impl": "kernel" if configs.HAS_EXTRAS and platform != "cpu" else "xla",
+        "loss_impl": "chunked" if configs.HAS_EXTRAS and chunks else "full",
     }
     return replace(arch, **{k: v for k, v in best.items() if getattr(arch, k) == "auto"})
 
@@ -503,7 +505,7 @@ def dense(x: Array, w: Array) -> Array:
     return x @ w
 
 
-def attend_on_mesh(
+def make_attend(
     mask: Array, arch: ModelConfig, relative_bias=None, bidirectional: bool = False
 ) -> Callable:
     """Return a function (q, k, v) that computes attention on all devices.
@@ -512,7 +514,7 @@ def attend_on_mesh(
     relative_bias [H, R]: the position biases, or None in cross-attention.
     """
     attend = dot_product_attention
-    if resolve_auto(arch).attention == "kernel":
+    if resolve_auto(arch).attention_impl == "kernel":
         from extras import attention_kernel
 
         attend = attention_kernel.attend  # faster; on a GPU, with a bias in bfloat16
@@ -533,7 +535,8 @@ def attend_on_mesh(
 
 
 # What the forward pass saves for the backward pass, which recomputes everything else.
-save_attention = policies.save_only_these_names("attended")  # outputs of the kernels
+# The kernels in extras/ give the name "attended" to their outputs.
+save_attention = policies.save_only_these_names("attended")
 REMAT_POLICIES = {
     "none": policies.everything_saveable,
     "dots": policies.save_from_both_policies(
@@ -544,7 +547,10 @@ REMAT_POLICIES = {
 
 
 def gather_weights(stack_name: str, w: dict, arch: ModelConfig) -> dict:
-    """Gather the weights of one layer: `shard` asks for their splits without FSDP."""
+    """Undo the split of FSDP for the weights of one layer.
+
+    `shard` asks for arrays without that split, so the compiler gathers them.
+    """
     table = param_table(arch)[stack_name]["layers"]  # Axis 0 is that of the layers.
     return jax.tree.map(lambda p, w: shard(w, *p.axes[1:]), table, w)
 

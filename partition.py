@@ -103,35 +103,6 @@ def put_batch(batch: Any) -> Any:
     )
 
 
-def compiler_options() -> dict:
-    """Return options of the compiler for the devices of the current mesh.
-
-    With them, a TPU computes while it gathers the weights of FSDP, and sums each
-    gradient as soon as it is known. By default it waits for the communication.
-    """
-    kind = get_abstract_mesh().abstract_device.device_kind  # such as "TPU v5 lite"
-    if not kind.startswith("TPU"):
-        return {}
-    options = dict.fromkeys(
-        (
-            "xla_enable_async_all_gather",
-            "xla_tpu_prefer_async_allgather_to_allreduce",
-            "xla_tpu_enable_async_collective_fusion",
-            "xla_tpu_overlap_compute_collective_tc",
-            "xla_tpu_enable_async_collective_fusion_fuse_all_gather",
-            "xla_tpu_enable_async_collective_fusion_multiple_steps",
-        ),
-        True,
-    )
-    if kind not in ("TPU v3", "TPU v4"):  # They have too little on-chip memory.
-        options["xla_enable_async_all_reduce"] = True
-        options["xla_tpu_enable_async_collective_fusion_fuse_all_reduce"] = True
-        options["xla_jf_crs_combiner_threshold_in_bytes"] = 1_000_000
-    if kind.startswith("TPU v5"):
-        options["xla_tpu_scoped_vmem_limit_kib"] = 24 * 1024
-    return options
-
-
 # ---- several processes -----------------------------------------------------------------
 
 
@@ -196,7 +167,7 @@ def lock(run_dir: Path):
 #
 # A shard file begins with a checksum, headers and the data state, from which data.Batches
 # continues. A header has the name, shape and dtype of its array, its bounds [start, stop]
-# in each dimension, and offset and checksum of its numbers, which follow the headers.
+# in each dimension, and offset and checksum of its data, which follow the headers.
 #
 # A kill or a power failure must never leave a damaged checkpoint that looks complete.
 # Therefore all shard files are on disk before the file `complete` is written. A folder
@@ -245,7 +216,7 @@ def damaged_error(path: Path) -> UserError:
     )
 
 
-def read_manifest(folder: Path) -> tuple[dict[str, list], Any]:
+def read_headers(folder: Path) -> tuple[dict[str, list], Any]:
     """Return {array name: headers of its shards}, and the state of the data."""
     headers = {}
     complete = (folder / "complete").read_text()
@@ -302,7 +273,7 @@ def load_arrays(folder: Path, abstract: Any) -> Any:
     abstract: a tree of ShapeDtypeStructs with shardings, for some arrays or for all.
     Returns the same tree of arrays.
     """
-    stored, _ = read_manifest(folder)
+    stored, _ = read_headers(folder)
     wanted = flatten(abstract)
     check_same([header["crc32"] for headers in stored.values() for header in headers])
     unexpected = [x for x in stored if x.startswith("params/") and x not in wanted]

@@ -424,7 +424,7 @@ def test_lesson_data_each_example_is_used_once_in_each_epoch(
     task, window, pack, mixture, monkeypatch
 ):
     """No example is used a second time before all others of its task, packed or not."""
-    monkeypatch.setattr(data, "WINDOW", window)
+    monkeypatch.setattr(data, "WINDOW_CHARACTERS", window)
     cfg = change(mixture, data=dict(task=task, pack=pack))
     used = ([], [], [])
     for batch in itertools.islice(data.Batches(cfg, TOKENIZER), 50 if pack else 150):
@@ -443,7 +443,7 @@ def test_lesson_data_a_restart_continues_with_the_same_batches(
     task, pack, mixture, tmp_path, monkeypatch
 ):
     """The state of the data is a few integers for each task, which a checkpoint holds."""
-    for name, value in dict(WINDOW=1 << 9, PACKED=20).items():
+    for name, value in dict(WINDOW_CHARACTERS=1 << 9, ROWS_PER_PACK=20).items():
         monkeypatch.setattr(data, name, value)  # many small windows, and few rows packed
     for name in "xyz":
         text = "".join(f"{name} {n * n}\n" for n in range(99))
@@ -564,13 +564,13 @@ def test_lesson_train_a_resumed_run_equals_an_uninterrupted_run(tmp_path, quiet)
     assert steps == [1, 2, 3, 3, 4, 5, 6, 6]
 
 
-@pytest.mark.parametrize("layer_biases", [False, True])
-def test_lesson_infer_cached_decoding_equals_uncached_decoding(layer_biases):
+@pytest.mark.parametrize("per_layer_bias", [False, True])
+def test_lesson_infer_cached_decoding_equals_uncached_decoding(per_layer_bias):
     """The decoder is causal, so later tokens do not change the keys of earlier ones.
 
     A cache holds these keys and values, and each step computes one position only.
     """
-    cfg = change(model=dict(layer_biases=layer_biases))
+    cfg = change(model=dict(per_layer_bias=per_layer_bias))
     params, batch = make_params(cfg), make_batch(lengths=[(36, 9), (12, 9), (1, 9)])
     expected = forward(params, batch, cfg.model)
 
@@ -675,7 +675,7 @@ def two_steps(cfg, devices):
         (MESHES[2], {}),
         (MESHES[3], {}),
         pytest.param(MESHES[1], dict(activation="relu", tied=True), marks=slow),
-        pytest.param(MESHES[3], dict(layer_biases=True), marks=slow),
+        pytest.param(MESHES[3], dict(per_layer_bias=True), marks=slow),
     ],
     ids=str,
 )
@@ -847,9 +847,9 @@ def test_files_import_from_left_to_right():
 def test_config_json_holds_every_setting_that_is_not_of_the_machine(name, tmp_path):
     cfg = replace(configs.load_recipe(name), mesh=configs.MeshConfig(model=2))
     configs.save_run(cfg, tmp_path, vocabulary="abc")
-    stored, facts = configs.load_run(tmp_path)
+    stored, metadata = configs.load_run(tmp_path)
     assert stored == replace(cfg, mesh=configs.MeshConfig())
-    assert facts == {"vocabulary": "abc", "init_from": ""}
+    assert metadata == {"vocabulary": "abc", "init_from": ""}
 
 
 @pytest.mark.parametrize("kind", ["unknown", "missing"])
@@ -865,21 +865,20 @@ def test_a_run_of_another_version_is_refused_by_the_name_of_the_field(kind, tmp_
 
 
 def test_flags_change_single_settings_of_a_recipe():
-    flags = "--config small_c4 --train.steps 7 --data.pack False --decode.max_len None"
+    flags = "--config small_c4 --train.steps 7 --data.pack False --decode.max_length None"
     cfg = configs.parse(configs.Options, f"{flags} --train.warmup_steps 1".split()).cfg
     changes = dict(train=dict(steps=7, warmup_steps=1), data=dict(pack=False))
     assert cfg == change(configs.RECIPES["small_c4"], **changes)
 
 
 WRONG_FLAGS = [
-    "--train.step 7", "--train.steps many", "--model.activation swish",
-    "--model.tied maybe", "--config smal_c4", "--model.dropout 10", "--train.keep -1",
-    "--train.batch_size 8 --train.microbatches 3", "--data.noise_density 1.5",
-    "--train.learning_rate nan", "--train.loss_divisor 0", "--train.warmup_steps 0",
-    "--train.label_smoothing 1", "--decode.top_p 90", "--decode.batch_size 0",
-    "--decode.beams 4 --decode.top_k 5", "--decode.num_return 3",
-    "--decode.beams 2 --decode.num_return 3", "--decode.max_len 0",
-    "--data.noise_density 1", "--train.microbatches 0", "--mesh.model 0",
+    "--train.batch_size 8 --train.microbatches 3", "--train.loss_normalizing_factor 0",
+    "--decode.beams 2 --decode.num_return 3", "--decode.beams 4 --decode.top_k 5",
+    "--train.learning_rate nan", "--train.label_smoothing 1", "--model.activation swish",
+    "--mesh.model 0", "--train.warmup_steps 0", "--data.noise_density 1",
+    "--train.microbatches 0", "--decode.batch_size 0", "--decode.num_return 3",
+    "--decode.max_length 0", "--train.steps many", "--model.tied maybe", "--train.step 7",
+    "--model.dropout 10", "--decode.top_p 90", "--config smal_c4", "--train.keep -1",
 ]  # fmt: skip
 
 
@@ -1048,7 +1047,7 @@ def test_without_sentinels_only_span_corruption_is_refused():
 
 
 @pytest.mark.parametrize(
-    "side, always_eos, expected",
+    "side, eos_in_inputs, expected",
     [
         ("inputs", True, [5, 6, 7, 1]),  # T5
         ("inputs", False, [5, 6, 7, 8]),  # T0
@@ -1056,13 +1055,13 @@ def test_without_sentinels_only_span_corruption_is_refused():
         ("targets", False, [5, 6, 7]),
     ],
 )
-def test_long_texts_are_cut_as_in_t5_and_in_t0(side, always_eos, expected):
+def test_long_texts_are_cut_as_in_t5_and_in_t0(side, eos_in_inputs, expected):
     cfg = DataConfig(inputs_length=4, targets_length=3)
-    task = data.Task(always_eos=always_eos)
+    task = data.Task(eos_in_inputs=eos_in_inputs)
     found = data.trim_and_add_eos(np.arange(5, 10), side, task, cfg)
     assert found.dtype == np.int32 and found.tolist() == expected
     short = data.trim_and_add_eos(np.array([5]), side, task, cfg).tolist()
-    assert short == ([5] if side == "inputs" and not always_eos else [5, 1])
+    assert short == ([5] if side == "inputs" and not eos_in_inputs else [5, 1])
 
 
 def test_prefix_lm_cuts_each_text_once_and_at_random():
@@ -1103,7 +1102,7 @@ def test_segments_come_from_lengths():
 
 
 def test_rows_are_packed_together_until_their_longer_sides_are_full(mixture, monkeypatch):
-    monkeypatch.setattr(data, "PACKED", 20)
+    monkeypatch.setattr(data, "ROWS_PER_PACK", 20)
     cfg = change(mixture, data=dict(task="a", targets_length=64))
     batches, ends = data.Batches(cfg, TOKENIZER), []
     for _ in itertools.islice(batches, 20):
@@ -1113,7 +1112,7 @@ def test_rows_are_packed_together_until_their_longer_sides_are_full(mixture, mon
 
 def test_a_window_ends_after_so_many_characters(tmp_path):
     row, task = {"inputs": "x" * 900, "targets": ""}, data.Task()
-    files = data.open_source(write_jsonl(tmp_path / "a", [row] * 9), "test", BYTES)
+    files = data.source_files(write_jsonl(tmp_path / "a", [row] * 9), "test", BYTES)
     records = data.read_documents(files, task, BYTES)
     window, end = data.read_window(records, 3000, task, TOKENIZER, BYTES)
     assert len(window) == 3 and end == (0, 3)
@@ -1177,7 +1176,7 @@ def test_an_error_in_the_background_reaches_the_training_loop(mixture, tmp_path)
 
 @pytest.mark.parametrize("text", ["", "text"])
 def test_a_source_is_refused_only_if_all_of_it_is_empty(text, tmp_path, monkeypatch):
-    monkeypatch.setattr(data, "WINDOW", 1 << 9)  # two records
+    monkeypatch.setattr(data, "WINDOW_CHARACTERS", 1 << 9)  # two records
     source = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 30 + [{"text": text}])
     settings = dict(source=source, task="span_corruption", validation_source="x:")
     refused = (
@@ -1209,7 +1208,7 @@ def gz(text):
         ("csv", {"a": "\ufeffx,y\nNA,None\n"}, [{"x": "NA", "y": "None"}]),
         ("tsv", {"a": 'inputs\ttargets\n"a\t"b\n""\tc"\r\n'},
          [{"inputs": '"a', "targets": '"b'}, {"inputs": '""', "targets": 'c"'}]),
-        ("lines", {"1.de": "a\nb \n", "2.en": "c\nd"},
+        ("parallel", {"1.de": "a\nb \n", "2.en": "c\nd"},
          [{"inputs": "a", "targets": "c"}, {"inputs": "b ", "targets": "d"}]),
     ],
 )  # fmt: skip
@@ -1218,8 +1217,8 @@ def test_sources_keep_every_character(kind, files, expected, tmp_path):
         content = content if isinstance(content, bytes) else content.encode()
         (tmp_path / name).write_bytes(content)
     name = f"{tmp_path}/*"
-    name = f"{tmp_path}/1.*,{tmp_path}/2.*" if kind == "lines" else name
-    opened = data.open_source(f"{kind}:{name}", "train", BYTES)
+    name = f"{tmp_path}/1.*,{tmp_path}/2.*" if kind == "parallel" else name
+    opened = data.source_files(f"{kind}:{name}", "train", BYTES)
     assert [row for file in opened for row in file.read()] == expected
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
     assert sum(file.size for file in opened) == sum(sizes)
@@ -1228,10 +1227,10 @@ def test_sources_keep_every_character(kind, files, expected, tmp_path):
 @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz", "zst"])
 def test_compressed_and_remote_files_are_read(suffix):
     compression = {"zst": "zstd", "gz": "gzip"}.get(suffix, suffix)
-    path = f"memory://folder/a.jsonl.{suffix}"
+    path = f"memory://a/b.jsonl.{suffix}"
     with fsspec.open(path, "wt", compression=compression) as file:
         file.write('{"inputs": "a", "targets": "b"}\n')
-    (opened,) = data.open_source(f"jsonl:memory://folder/*.{suffix}", "validation", BYTES)
+    (opened,) = data.source_files(f"jsonl:memory://a/*.{suffix}", "validation", BYTES)
     assert list(opened.read()) == PAIR and opened.size > 0
 
 
@@ -1241,7 +1240,7 @@ def test_parquet_rows_keep_their_types(tmp_path):
 
     rows = [{"inputs": f"{n}", "ids": [n, 1], "x": {"de": "a"}} for n in range(3000)]
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a")
-    (opened,) = data.open_source(f"parquet:{tmp_path}/a", "test", BYTES)
+    (opened,) = data.source_files(f"parquet:{tmp_path}/a", "test", BYTES)
     assert list(opened.read()) == rows
     table, path = pyarrow.table({"text": ["damaged"]}), tmp_path / "c"
     pyarrow.parquet.write_table(table, path, write_page_checksum=True)
@@ -1297,12 +1296,12 @@ def test_a_damaged_example_stops_the_run_and_is_named(kind, content, message, tm
 def test_parallel_files_of_different_lengths_are_refused(tmp_path):
     for name, content in {"1.de": "a\nb\n", "1.en": "c\n", "2.en": "d\n"}.items():
         (tmp_path / name).write_text(content)
-    source = f"lines:{tmp_path}/1.de,{tmp_path}/1.en"
+    source = f"parallel:{tmp_path}/1.de,{tmp_path}/1.en"
     cfg = change(BYTES, data=dict(source=source, validation_source="x:"))
     with pytest.raises(UserError, match="1.de, record 2.*shorter"):
         next(data.Batches(cfg, TOKENIZER))
     with pytest.raises(ValueError):
-        data.open_source(f"lines:{tmp_path}/1.de,{tmp_path}/*.en", "train", cfg)
+        data.source_files(f"parallel:{tmp_path}/1.de,{tmp_path}/*.en", "train", cfg)
 
 
 @pytest.mark.parametrize(
@@ -1341,7 +1340,7 @@ def test_nothing_is_held_out_of_files_that_only_evaluate(tmp_path):
     assert sum(1 for _ in data.read_task(other, "validation", cfg)) == 30
     for same in ("text_to_text", source, source.replace("/a.jsonl", "/./a.jsonl")):
         assert sum(1 for _ in data.read_task(same, "validation", cfg)) < 10
-    left, right = "lines:./a,b", "lines:a,./b"
+    left, right = "parallel:./a,b", "parallel:a,./b"
     assert data.absolute_source(left) == data.absolute_source(right)
     cfg = change(cfg, data=dict(validation_source=other))
     assert sum(1 for _ in data.read_task("text_to_text", "train", cfg)) == 40
@@ -1432,7 +1431,7 @@ def test_rates_of_mixtures(name, expected, monkeypatch):
             data.mixture_rates(name, cfg)
     else:
         assert data.mixture_rates(name, cfg) == pytest.approx(expected)
-        assert data.trained_tasks(cfg).keys() == {k for k, v in expected.items() if v}
+        assert data.train_tasks(cfg).keys() == {k for k, v in expected.items() if v}
         assert data.eval_tasks(cfg) == ["x", "y", "zero", "z"]
     if name == "flat":
         for field in ("source", "validation_source"):
@@ -1598,7 +1597,7 @@ def test_a_checkpoint_is_loaded_on_any_mesh(tmp_path):
         assert step == 7
         assert_equal(loaded, saved)
         assert all(loaded[k].sharding == a.sharding for k, a in template.items())
-    assert partition.read_manifest(checkpoints.path(7))[1] == {"row": 3}
+    assert partition.read_headers(checkpoints.path(7))[1] == {"row": 3}
 
 
 def test_each_number_is_written_once(tmp_path):
@@ -1607,7 +1606,7 @@ def test_each_number_is_written_once(tmp_path):
     arrays["step"] = jnp.int32(5)
     checkpoints = partition.Checkpoints(tmp_path)
     checkpoints.save(arrays, 1)
-    headers, _ = partition.read_manifest(checkpoints.path(1))
+    headers, _ = partition.read_headers(checkpoints.path(1))
     assert headers.keys() == arrays.keys()
     assert all(len(shards) == 1 for shards in headers.values())
 
@@ -1665,7 +1664,7 @@ def test_a_crash_at_any_file_operation_leaves_a_whole_checkpoint(tmp_path):
         for step in checkpoints.steps():
             loaded = load_checkpoint(checkpoints, template, step)[1]
             assert_equal(loaded, {1: old, 2: new}[step])
-            state = partition.read_manifest(checkpoints.path(step))[1]
+            state = partition.read_headers(checkpoints.path(step))[1]
             assert state == {1: "old", 2: "new"}[step]
         outcomes.append(step)
         checkpoints.save(last, 3)
@@ -1692,7 +1691,7 @@ def test_a_flipped_bit_is_never_used(tmp_path):
         damaged[place] ^= 1 << place % 8
         path.write_bytes(damaged)
         with pytest.raises(UserError, match="step_00000001") as error:
-            partition.read_manifest(checkpoints.path(1))[1]
+            partition.read_headers(checkpoints.path(1))[1]
             load_checkpoint(checkpoints, template)
         assert str(path) in str(error.value)
     path.write_bytes(whole[:-1])
@@ -1944,7 +1943,7 @@ def test_the_padded_queries_of_a_tpu_change_nothing(N, monkeypatch):
     cases = (mask, table[:, None, :7]), (mask[:, :, :1], None)
     expected = [model.dot_product_attention(q, k, v, *case) for case in cases]
     monkeypatch.setattr(partition, "platform", lambda: "tpu")
-    assert_close([infer.attend_to_cache(q, k, v, *case) for case in cases], expected)
+    assert_close([infer.attend_few_queries(q, k, v, *case) for case in cases], expected)
 
 
 def test_decoding_equals_that_of_t5x():
@@ -1968,9 +1967,9 @@ def test_decoding_equals_that_of_t5x():
     assert sum(map(bool, searches)) >= 3
 
 
-@pytest.mark.parametrize("layer_biases", [False, pytest.param(True, marks=slow)])
-def test_decoding_beside_hugging_face(layer_biases, tmp_path):
-    """Greedy outputs are equal. With --decode.penalty length, beams have the same scores.
+@pytest.mark.parametrize("per_layer_bias", [False, pytest.param(True, marks=slow)])
+def test_decoding_beside_hugging_face(per_layer_bias, tmp_path):
+    """Greedy outputs are equal. With length_penalty="length", beams have the same scores.
 
     In transformers, an output ends only if it is among the N best continuations. So where
     its best beam has ended, ours is equal or has a better score.
@@ -1978,9 +1977,9 @@ def test_decoding_beside_hugging_face(layer_biases, tmp_path):
     torch = pytest.importorskip("torch")
     # With these sizes, some outputs of the random weights end with EOS.
     sizes = dict(vocab_size=12, d_model=52, num_decoder_layers=2)
-    cfg = change(model=dict(layer_biases=layer_biases, **sizes))
+    cfg = change(model=dict(per_layer_bias=per_layer_bias, **sizes))
     source = write_model(tmp_path / "hf", cfg.model, hf_state(cfg.model))
-    family = "UMT5" if layer_biases else "T5"
+    family = "UMT5" if per_layer_bias else "T5"
     network = of_transformers(source, f"{family}ForConditionalGeneration")
     params = params_of(source)
     batch = make_batch(cfg, [(n, 8) for n in range(1, 17)])
@@ -1993,7 +1992,7 @@ def test_decoding_beside_hugging_face(layer_biases, tmp_path):
             do_sample=False, early_stopping="never", eos_token_id=1, pad_token_id=0,
             output_scores=True, return_dict_in_generate=True,
         )  # fmt: skip
-        decode = DecodeConfig(beams=beams, alpha=alpha, penalty="length")
+        decode = DecodeConfig(beams=beams, alpha=alpha, length_penalty="length")
         ids, scores = infer.generate(params, inputs, segments, cfg.model, 10, decode)
         ids, others = np.asarray(ids[:, 0]), theirs.sequences[:, 1:].numpy()
         after_eos = np.cumsum(others == data.EOS, axis=1) > (others == data.EOS)
@@ -2046,7 +2045,7 @@ def search_slowly(params, cfg, inputs, length, decode):
 def test_beam_search_equals_a_search_in_plain_python(beams, alpha, penalty):
     cfg = change(model=dict(vocab_size=12, num_decoder_layers=2))
     params, batch = make_params(cfg, seed=8), make_batch(cfg, [(30, 5), (9, 5), (1, 5)])
-    decode = DecodeConfig(beams=beams, alpha=alpha, penalty=penalty)
+    decode = DecodeConfig(beams=beams, alpha=alpha, length_penalty=penalty)
     pair = batch.inputs, batch.input_segments
     ids, scores = infer.generate(params, *pair, cfg.model, 5, decode)
     for row, got, total in zip(np.asarray(batch.inputs), ids, scores):
@@ -2058,7 +2057,7 @@ def test_beam_search_equals_a_search_in_plain_python(beams, alpha, penalty):
 
 def test_the_search_goes_on_while_a_live_beam_can_win():
     """Its score can be at most what it is now, divided by the largest penalty, 9."""
-    decode = DecodeConfig(beams=1, alpha=1.0, penalty="length")
+    decode = DecodeConfig(beams=1, alpha=1.0, length_penalty="length")
     log_probs = jax.nn.log_softmax(jnp.zeros((1, 1, 6)).at[..., 5].set(50.0))
     state = infer.start_beams(1, 1, 8)
     ended = jnp.array([[-1.0]])
@@ -2076,7 +2075,7 @@ def test_an_ended_output_is_padded_and_outputs_are_sorted_by_score():
     assert state.ids[:, 0].tolist() == [[1, 0, 0], [2, 2, 0]]
     assert_close(state.scores[:, 0], np.log([0.6, 0.25]), 1e-6)
     three = jnp.array([[[0], [1], [2]]]), jnp.array([[-3.0, -1, -2]])
-    ids, scores = infer.sorted_outputs(infer.Outputs(*three, None))
+    ids, scores = infer.sorted_outputs(infer.SamplingState(*three, None))
     assert ids[0, :, 0].tolist() == [1, 2, 0] and scores.tolist() == [[-1, -2, -3]]
 
 
@@ -2143,7 +2142,7 @@ def test_results_do_not_depend_on_the_batch_or_the_mesh(mode, decode):
     rng, examples = np.random.default_rng(0), []
     for pair in [(5, 3), (30, 8), (1, 5), (16, 2), (17, 20), (2, 4)]:
         ids = (rng.integers(3, 256, length).tolist() for length in pair)
-        examples.append(infer.Example(*ids, index=len(examples)))
+        examples.append(infer.Request(*ids, index=len(examples)))
     weights = jax.device_get(make_params(SMALL))
 
     def results(groups, devices, **mesh):
@@ -2164,26 +2163,27 @@ def test_results_do_not_depend_on_the_batch_or_the_mesh(mode, decode):
 def test_the_id_0_is_padding_wherever_it_stands():
     params, cfg = make_params(SMALL), change(data=dict(targets_length=6))
     pairs = ([5, 6, 7, 1], [8, 9, 1]), ([5, 6, 7, 1, 0, 0], [8, 9, 1, 0])
-    examples = [infer.Example(*pair) for pair in pairs]
-    for mode in ("predict", "score", "encode"):
+    examples = [infer.Request(*pair) for pair in pairs]
+    for mode in ("predict", "score", "embed"):
         results = list(infer.process_examples(params, cfg, examples, mode))
         assert_equal(*results)
-    inner = infer.Example([5, 0, 6, 1], [8, 0, 9, 1])
+    inner = infer.Request([5, 0, 6, 1], [8, 0, 9, 1])
     batch = pad_batch([inner.inputs], [inner.targets], 4, 4)
     hidden = np.int32([[1, 0, 1, 1]])  # no query may see the key of the id 0
     batch = batch._replace(input_segments=hidden, target_segments=hidden)
     (found,) = infer.process_examples(params, cfg, [inner], "score")
     assert_allclose(found, infer.score(params, batch, cfg.model)[0], rtol=1e-5)
     with pytest.raises(UserError, match="padding"):  # softmax over no key at all
-        empty = infer.Example([0, 0], [1])
+        empty = infer.Request([0, 0], [1])
         next(infer.process_examples(params, cfg, [inner, empty]))
 
 
 def test_beams_without_an_output_are_left_out():
     """With 5 ids and length 1, five outputs are possible, and one of them ends."""
-    cfg = change(model=dict(vocab_size=5), decode=dict(beams=8, num_return=8, max_len=1))
+    decode = dict(beams=8, num_return=8, max_length=1)
+    cfg = change(model=dict(vocab_size=5), decode=decode)
     params = make_params(cfg)
-    examples = [infer.Example([2, 3, 1])]
+    examples = [infer.Request([2, 3, 1])]
     ((outputs, scores),) = infer.process_examples(params, cfg, examples)
     assert outputs == [[]] and len(scores) == 1
 
@@ -2194,7 +2194,7 @@ def test_vectors_are_means_over_the_inputs_without_padding(one_device):
     sides = batch.inputs, batch.input_segments
     vectors = np.asarray(model.encode(params, *sides, SMALL.model))
     means = [row[:n].mean(axis=0) for row, (n, _) in zip(vectors, lengths)]
-    assert_close(infer.mean_vectors(params, batch, SMALL.model), np.array(means))
+    assert_close(infer.mean_embeddings(params, batch, SMALL.model), np.array(means))
 
 
 def test_few_lengths_of_batches_mean_few_compilations():
@@ -2256,8 +2256,8 @@ def test_each_line_gets_a_result_of_its_kind(answer):
         assert type(line.pop("prediction")) is type(line["inputs"]) and line == given
     scored = answer("b.jsonl", "--mode", "score").splitlines()
     assert all(json.loads(line)["score"] < 0 for line in scored)
-    encoded = answer("c.jsonl", "--mode", "encode").splitlines()
-    assert all(len(json.loads(line)["vector"]) == 40 for line in encoded)
+    encoded = answer("c.jsonl", "--mode", "embed").splitlines()
+    assert all(len(json.loads(line)["embedding"]) == 40 for line in encoded)
     flags = "--decode.beams", 3, "--decode.num_return", 2
     best = json.loads(answer("d.jsonl", *flags).splitlines()[0])
     assert best["prediction"] == best["predictions"][0]
@@ -2341,7 +2341,7 @@ def test_tasks_are_answered_as_they_are_trained(answer, monkeypatch):
 
     monkeypatch.setattr(infer, "process_examples", record)
     for name, eos in (("with", True), ("without", False)):
-        task = data.Task("jsonl:task.jsonl", always_eos=eos)
+        task = data.Task("jsonl:task.jsonl", eos_in_inputs=eos)
         monkeypatch.setitem(data.TASKS, name, task)
         answer(f"{name}.jsonl", "--input", f"task:{name}:validation")
     answer("file.jsonl", "--input", "task:jsonl:task.jsonl")
@@ -2363,7 +2363,7 @@ def test_blanks_are_filled_with_the_text_behind_their_sentinel():
 
 def test_a_text_is_answered_on_standard_output(byte_run, tmp_path):
     flags = "--run_dir", byte_run, "--decode.num_return", 2, "--decode.beams", 2
-    more = "--decode.return_all", "True"
+    more = "--decode.write_scores", "True"
     both = command("infer.py", *flags, *more, stdin="a\nb\n")
     one = run(f"infer --run_dir {byte_run} --decode.num_return 2 --decode.beams 2 a")
     scores, texts = zip(*(line.split("\t") for line in both.splitlines()))
@@ -2584,7 +2584,7 @@ def test_labels_that_are_no_choices_are_reported(evaluated, capsys):
 def test_rank_writes_the_chosen_answer_of_each_example(evaluated):
     """P3 stores each choice as a row, which gives the same answers."""
     rows = [{"inputs": "a?", "targets": "no"}, {"inputs": "bb?", "targets": " Yes"}]
-    options = dict(choices=("no", "yes"), always_eos=False)
+    options = dict(choices=("no", "yes"), eos_in_inputs=False)
     metrics, lines = evaluated(evaluate.rank, rows, **options)
     assert metrics.keys() == {"accuracy", "f1", "auc-roc", "auc-pr"} and len(lines) == 2
     for line in lines:
@@ -2602,7 +2602,7 @@ def test_rank_writes_the_chosen_answer_of_each_example(evaluated):
         for i, row in enumerate(rows)
         for j, text in enumerate(("no", "yes"))
     ]
-    again, other_lines = evaluated(evaluate.rank, expanded[::-1], always_eos=False)
+    again, other_lines = evaluated(evaluate.rank, expanded[::-1], eos_in_inputs=False)
     assert again == {"accuracy": metrics["accuracy"]}
     for line, other in zip(lines, other_lines):
         assert line["prediction"] == other["prediction"]
@@ -2815,7 +2815,7 @@ def test_a_step_with_dropout_microbatches_and_loss_divisor():
         total = jax.tree.map(jnp.add, total, part) if total else part
     grads, total = total
     assert total["tokens"] == 45
-    cfg = change(cfg, train=dict(microbatches=2, loss_divisor=233472.0))
+    cfg = change(cfg, train=dict(microbatches=2, loss_normalizing_factor=233472.0))
     state = train.TrainState(jnp.int32(7), params, slots)
     new, metrics = train_step(cfg, state, batch)
     expected = {
@@ -2929,7 +2929,7 @@ def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet, monkey
     source = train_small(tmp_path / "source").path(6)
     stored = convert.read_model(source).arrays
     started = []
-    monkeypatch.setattr(train, "loop", lambda *args: started.append(args[2:4]) or 0)
+    monkeypatch.setattr(train, "train_loop", lambda *args: started.append(args[2:4]) or 0)
     train_small(tmp_path / "first")
     first_batch = next(started[-1][1])
     train_small(tmp_path / "a", tmp_path / "source", steps=1001, start_step=1000)
@@ -2962,8 +2962,8 @@ def test_a_run_without_steps_or_weights_is_refused(source, changes, named, tmp_p
 
 def test_another_vocabulary_is_refused(tmp_path, quiet):
     train_small(tmp_path, steps=3)
-    cfg, facts = configs.load_run(tmp_path)
-    configs.save_run(cfg, tmp_path, **facts | {"vocabulary": "of another file"})
+    cfg, metadata = configs.load_run(tmp_path)
+    configs.save_run(cfg, tmp_path, **metadata | {"vocabulary": "of another file"})
     with pytest.raises(UserError, match="vocabulary"):
         train_small(tmp_path)
 
@@ -3117,7 +3117,7 @@ def hf_state(m, seed=0):
                     add(f"{place}.{part}.{name}", m.d_ff, m.d_model)
                 add(f"{place}.{part}.wo", m.d_model, m.d_ff)
             else:
-                has_biases = part == "SelfAttention" and (i == 0 or m.layer_biases)
+                has_biases = part == "SelfAttention" and (i == 0 or m.per_layer_bias)
                 attention(f"{place}.{part}", has_biases)
         if depth:
             add(f"{stack}.final_layer_norm", m.d_model)
@@ -3131,7 +3131,7 @@ def hf_config(m, **more):
         **{name: getattr(m, name) for name in "vocab_size d_model d_ff d_kv".split()},
         **{name: getattr(m, name) for name in "num_heads num_layers".split()},
         "num_decoder_layers": m.num_decoder_layers,
-        "model_type": "umt5" if m.layer_biases else "t5",
+        "model_type": "umt5" if m.per_layer_bias else "t5",
         "relative_attention_num_buckets": m.relative_buckets,
         "relative_attention_max_distance": m.relative_max_distance,
         "feed_forward_proj": m.activation.replace("_", "-"),
@@ -3172,10 +3172,10 @@ FAMILIES = {
     "T5 1.0": dict(activation="relu", tied=True, dropout=0.1),
     T5_1_1: dict(),
     "UL2": dict(activation="gated_silu", relative_max_distance=64),
-    "UMT5": dict(layer_biases=True),
+    "UMT5": dict(per_layer_bias=True),
     "ByT5": dict(vocab_size=384),
     "encoder": dict(num_decoder_layers=0, tied=True),
-    "encoder of UMT5": dict(num_decoder_layers=0, tied=True, layer_biases=True),
+    "encoder of UMT5": dict(num_decoder_layers=0, tied=True, per_layer_bias=True),
 }
 
 
@@ -3611,9 +3611,9 @@ def test_a_vocabulary_is_copied(kind, pieces, tmp_path):
     if kind == "tokenizer.json":
         (source / "spiece.model").unlink()
     convert.convert(source, tmp_path / "run")
-    cfg, facts = configs.load_run(tmp_path / "run")
+    cfg, metadata = configs.load_run(tmp_path / "run")
     tokenizer = data.load_tokenizer(cfg, tmp_path / "run")
-    assert tokenizer.sha256 == facts["vocabulary"]
+    assert tokenizer.sha256 == metadata["vocabulary"]
     assert (tokenizer.size, tokenizer.extra_ids) == (size, sentinels)
     convert.convert(tmp_path / "run", tmp_path / "back", to="hf")
     if tokenizer.file_name:
@@ -3917,7 +3917,7 @@ def test_the_eight_scripts_need_no_other_file(tmp_path, monkeypatch):
     do("evaluate.py", "--run_dir", "runs/tiny")
     do("convert.py", "runs/tiny", "hf", "--to", "hf")
     do("convert.py", "hf", "back")
-    flags = "--decode.max_len", 8, "Return the <extra_id_0> of the list."
+    flags = "--decode.max_length", 8, "Return the <extra_id_0> of the list."
     answer = do("infer.py", "--run_dir", "runs/tiny", *flags)
     assert answer.startswith("Return the ")
     assert do("infer.py", "--run_dir", "back", *flags) == answer

@@ -87,7 +87,10 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
 #     V    = beta * V + (1 - beta) * (g^2 + 1e-30)     approximated by R C^T / mean(R)
 #     u    = g / sqrt(V)
 #     u    = u / max(1, RMS(u))                        update clipping: at most the RMS 1
-#     w    = w - rate * max(1e-3, RMS(w)) * u          the rate is relative to the weights
+#     u    = rate * max(1e-3, RMS(w)) * u              the rate is relative to the weights
+#     w    = w - u - weight_decay * w
+#
+# optax.adafactor would take one RMS of all layers, since they are stacked in one array.
 
 
 def relative_update(path: tuple, u: Array, w: Array) -> Array:
@@ -169,7 +172,7 @@ def abstract_state(cfg: Config) -> TrainState:
 def accumulate_gradients(
     params: dict, batch: data.Batch, cfg: Config, rng: Array | None
 ) -> tuple[dict, dict]:
-    """Compute the gradients of the loss per target token, or over --train.loss_divisor.
+    """Compute the gradients of the loss, divided by the number of target tokens.
 
     To save memory, a batch can be split into microbatches, whose gradients are added up.
     Returns the gradients, and the sums of model.loss_fn.
@@ -177,7 +180,7 @@ def accumulate_gradients(
     # Divide by the number of target tokens in the complete batch, so that the gradients
     # of the microbatches add up to the gradient of the mean.
     tokens = jnp.sum(batch.target_segments > 0)
-    divisor = cfg.train.loss_divisor or jnp.maximum(tokens, 1).astype(jnp.float32)
+    divisor = cfg.train.loss_normalizing_factor or jnp.maximum(tokens, 1.0)
 
     def loss(params, microbatch, rng):
         total, sums = model.loss_fn(params, microbatch, cfg, rng)
@@ -245,11 +248,16 @@ def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]
     inputs, targets = ids(cfg.data.inputs_length), ids(cfg.data.targets_length)
     batch = data.Batch(inputs, inputs, targets, targets, targets)
     state = abstract_state(cfg)
+    compiler_options = {}
+    if configs.HAS_EXTRAS and partition.platform() == "tpu":
+        from extras import tpu_options
+
+        compiler_options = tpu_options.compiler_options()
     jitted_step = jax.jit(
         partial(train_step, cfg),
         donate_argnums=0,  # The new state overwrites the memory of the old state.
         out_shardings=(jax.tree.map(lambda a: a.sharding, state), None),
-        compiler_options=partition.compiler_options(),
+        compiler_options=compiler_options,
     )
     return state, jitted_step.lower(state, batch)
 
@@ -257,14 +265,14 @@ def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]
 # ---- the training loop -----------------------------------------------------------------
 
 
-def loop(
+def train_loop(
     cfg: Config,
     compiled_step: Callable,
     state: TrainState,
     batches: data.Batches,
     log: "Log",
     checkpoints: partition.Checkpoints,
-    evaluations: "Evaluations",
+    evaluations: "Evaluator",
 ) -> int:
     """Train until step train.steps, or until a signal. Returns the last step.
 
@@ -295,10 +303,10 @@ def loop(
                 )
         if log_now:
             seconds = time.perf_counter() - timer_start
-            rows = (step - timer_step) * train_cfg.batch_size / seconds
+            rows_per_second = (step - timer_step) * train_cfg.batch_size / seconds
             timing = {
-                "rows_per_second": rows,
-                "teraflops": rows * flops / 1e12,
+                "rows_per_second": rows_per_second,
+                "teraflops": rows_per_second * flops / 1e12,
                 "data_wait_fraction": data_wait / seconds,
             }
             log.write(step, "train", metrics)
@@ -306,7 +314,7 @@ def loop(
             tqdm.write(
                 f"step {step:,}/{steps:,}  loss {metrics['loss']:.3f}  accuracy "
                 f"{metrics['accuracy']:.3f}  learning rate {metrics['learning_rate']:.1e}"
-                f"  {rows:.4g} rows/s  {timing['teraflops']:.3g} TFLOP/s"
+                f"  {rows_per_second:.4g} rows/s  {timing['teraflops']:.3g} TFLOP/s"
             )
         if save_now:
             log.sync()
@@ -390,7 +398,7 @@ class Log:
         return any(name.startswith(f"{group}/") for line in lines for name in line)
 
 
-class Evaluations:
+class Evaluator:
     """Evaluate the model during training, on held-out examples of each task."""
 
     def __init__(self, cfg: Config, tokenizer: data.Tokenizer, log: Log):
@@ -509,11 +517,13 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     kind = mesh.devices.flat[0].device_kind
     arch = model.resolve_auto(cfg.model)
     print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
-    print(f"compute  {arch.dtype}, attention {arch.attention}, loss {arch.loss}")
+    print(
+        f"compute  {arch.dtype}, attention {arch.attention_impl}, loss {arch.loss_impl}"
+    )
     print(f"start    step {step:,}, {checkpoint or 'random weights'}")
     origin = run_dir if resumes else init_from and configs.run_dir_of(init_from)
     tokenizer = data.load_tokenizer(cfg, origin)
-    data_state = partition.read_manifest(checkpoint)[1] if resumes else None
+    data_state = partition.read_headers(checkpoint)[1] if resumes else None
     batches = data.Batches(cfg, tokenizer, data_state)
     partition.check_same((tokenizer.sha256, batches.state["files_crc32"]))
     if partition.is_main_process():
@@ -523,7 +533,7 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
         if recipe.endswith(".py"):
             configs.write_file(run_dir / "recipe.py", configs.to_path(recipe).read_text())
     log = Log(run_dir, step)
-    evaluations = Evaluations(cfg, tokenizer, log)
+    evaluations = Evaluator(cfg, tokenizer, log)
     with ThreadPoolExecutor(1) as thread:  # Compile while the state is loaded.
         compiling = thread.submit(lowered.compile)
         state = load_state(cfg, abstract, checkpoint, resumes)
@@ -531,7 +541,7 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     checkpoints = partition.Checkpoints(run_dir, cfg.train.keep)
     if resumes:  # A kill may have prevented the evaluations of this checkpoint.
         evaluations.run_due(step, state.params)
-    step = loop(cfg, compiled_step, state, batches, log, checkpoints, evaluations)
+    step = train_loop(cfg, compiled_step, state, batches, log, checkpoints, evaluations)
     ending = "done" if step >= cfg.train.steps else "stopped"
     print(f"{ending} at step {step:,}: {run_dir}")
 
@@ -546,7 +556,7 @@ class Options(configs.Options):
 
 
 def parse(argv: list[str] | None = None) -> Options:
-    """Parse the flags. The settings are, from the weakest to the strongest, those of
+    """Parse the flags. Settings come from these places, and later places win:
 
     1. --config, or else config.json of the run, or else the recipe tiny,
     2. network and vocabulary of --init_from, which a run with a checkpoint remembers,
@@ -557,12 +567,12 @@ def parse(argv: list[str] | None = None) -> Options:
     init_from = flags.init_from
     stored = None
     resumes = bool(partition.Checkpoints(run_dir).steps())
-    # A run killed before its first checkpoint gives its settings, if no --config does.
+    # A run that was killed before its first checkpoint has settings, too.
     has_settings = flags.run_dir and (configs.to_path(run_dir) / "config.json").exists()
     if resumes or (has_settings and not flags.config):
-        stored, facts = configs.load_run_and_tasks(run_dir, flags.config)
-        cfg, init_from = stored, init_from or facts["init_from"]
-        began_from = configs.to_path(facts["init_from"])
+        stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
+        cfg, init_from = stored, init_from or metadata["init_from"]
+        began_from = configs.to_path(metadata["init_from"])
         if resumes and configs.to_path(init_from) != began_from:
             raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
     if flags.config or not stored:

@@ -36,7 +36,7 @@ load_tokenizer = cache(data.load_tokenizer)
 
 def open_files(options: Options) -> tuple[data.Task, list[data.File]]:
     task = data.find_task(options.cfg.data.task, options.cfg)
-    return task, data.open_source(task.source, options.split, options.cfg)
+    return task, data.source_files(task.source, options.split, options.cfg)
 
 
 def tokenize_file(number: int, options: Options) -> None:

@@ -469,7 +469,7 @@ def p3_task(name: str, cfg: Config) -> Task:
     sources = p3_sources(cfg.data.source)
     if name not in sources:
         raise UserError(f"There is no task {name}. See `python data.py --list`.")
-    return Task(sources[name], always_eos=False)
+    return Task(sources[name], eos_in_inputs=False)
 
 
 def t0_mixture(sizes: dict[str, int], cfg: Config) -> dict[str, int]:

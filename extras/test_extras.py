@@ -102,7 +102,9 @@ def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
     params, batch = make_params(plain), make_batch()
     expected = loss_and_gradients(params, batch, plain)
     fast = change(
-        plain, model=dict(attention="kernel", loss="chunked"), mesh=dict(model=2)
+        plain,
+        model=dict(attention_impl="kernel", loss_impl="chunked"),
+        mesh=dict(model=2),
     )
     monkeypatch.setattr(chunked_loss, "PART", 12)  # 3 parts of 3 targets on each device
     partition.set_mesh(fast, jax.devices()[:4])
@@ -118,16 +120,16 @@ def test_auto_chooses_the_faster_forms(monkeypatch):
 
     def forms(arch):
         found = model.resolve_auto(replace(arch, dtype="auto"))
-        return found.dtype, found.attention, found.loss
+        return found.dtype, found.attention_impl, found.loss_impl
 
-    assert forms(SMALL.model) == ("float32", "xla", "xla")
+    assert forms(SMALL.model) == ("float32", "xla", "full")
     assert forms(large) == ("float32", "xla", "chunked")
     monkeypatch.setattr(partition, "platform", lambda: "tpu")
     assert forms(SMALL.model) == ("bfloat16", "kernel", "chunked")
     monkeypatch.setattr(partition, "platform", lambda: "gpu")
-    assert forms(SMALL.model) == ("bfloat16", "kernel", "xla")
+    assert forms(SMALL.model) == ("bfloat16", "kernel", "full")
     monkeypatch.setattr(configs, "HAS_EXTRAS", False)
-    assert forms(large) == ("bfloat16", "xla", "xla")
+    assert forms(large) == ("bfloat16", "xla", "full")
 
 
 # ---- t5_tasks --------------------------------------------------------------------------
@@ -482,18 +484,18 @@ def test_caches_of_seqio_are_read_and_incomplete_ones_refused(tmp_path):
     ]
     write_seqio_cache(tmp_path / "imdb_a", "train", rows)
     cfg = change(data=dict(task="t0_train", source=f"seqio:{tmp_path}"))
-    files = data.open_source(f"seqio:{tmp_path}/imdb_a", "train", cfg)
+    files = data.source_files(f"seqio:{tmp_path}/imdb_a", "train", cfg)
     found = [example for file in files for example in file.read()]
     lists = [{key: np.array(x).tolist() for key, x in row.items()} for row in found]
     assert lists == rows[::2] + rows[1::2]
-    assert data.open_source(f"seqio:{tmp_path}/imdb_a", "test", cfg) == []
+    assert data.source_files(f"seqio:{tmp_path}/imdb_a", "test", cfg) == []
     (tmp_path / "imdb_a" / "train.tfrecord-00001-of-00002").rename(tmp_path / "away")
     with pytest.raises(UserError, match="has 1 of 2 files of train"):
-        data.open_source(f"seqio:{tmp_path}/imdb_a", "train", cfg)
+        data.source_files(f"seqio:{tmp_path}/imdb_a", "train", cfg)
     (tmp_path / "away").rename(tmp_path / "imdb_a" / "train.tfrecord-00001-of-00002")
     (tmp_path / "imdb_a" / "COMPLETED").unlink()
     with pytest.raises(UserError, match="COMPLETED"):
-        data.open_source(f"seqio:{tmp_path}/imdb_a", "train", cfg)
+        data.source_files(f"seqio:{tmp_path}/imdb_a", "train", cfg)
 
 
 TFDS_ROWS = [
@@ -562,9 +564,9 @@ def test_tfds_datasets_of_both_formats_are_equal_and_need_no_tensorflow(tmp_path
     for kind in ("array_record", "tfrecord"):
         folder = tmp_path / kind / "1.0.0"
         write_tfds(folder, {"train": TFDS_ROWS}, kind, nested)
-        files = data.open_source(f"tfds:{folder}", "train", SMALL)
+        files = data.source_files(f"tfds:{folder}", "train", SMALL)
         found[kind] = [example for file in files for example in file.read()]
-        assert data.open_source(f"tfds:{folder}", "test", SMALL) == []
+        assert data.source_files(f"tfds:{folder}", "test", SMALL) == []
     assert_equal(found["tfrecord"], found["array_record"])
     for row, expected in zip(found["tfrecord"], TFDS_ROWS, strict=True):
         assert row["score"] == expected["score"]
@@ -581,10 +583,10 @@ def test_datasets_of_the_hub_keep_dates_and_lack_splits(tmp_path):
     rows = [{"inputs": "2024-01-02", "targets": "007"}] * 3
     write_jsonl(tmp_path / "train.jsonl", rows)
     cfg = change(BYTES, data=dict(source=f"hf:{tmp_path}"))
-    (opened,) = data.open_source(f"hf:{tmp_path}", "train", cfg)
+    (opened,) = data.source_files(f"hf:{tmp_path}", "train", cfg)
     assert [row["targets"] for row in opened.read()] == ["007"] * 3
     assert len(list(opened.read())) == 3  # a second epoch
-    assert data.open_source(f"hf:{tmp_path}", "validation", cfg) == []
+    assert data.source_files(f"hf:{tmp_path}", "validation", cfg) == []
 
 
 @pytest.mark.parametrize(
@@ -598,7 +600,7 @@ def test_a_dataset_of_tfds_runs_no_code(content, tmp_path):
     (tmp_path / "dataset_info.json").write_text("{}")
     (tmp_path / "features.json").write_text(content)
     with pytest.raises(UserError, match="evil"):
-        data.open_source(f"tfds:{tmp_path}", "train", BYTES)
+        data.source_files(f"tfds:{tmp_path}", "train", BYTES)
 
 
 def test_a_target_that_is_no_number_is_an_error():
@@ -858,7 +860,7 @@ def test_a_parameter_of_a_fork_has_no_name_in_other_formats(path):
 
 
 def test_t5x_has_no_umt5(tmp_path):
-    m = replace(SMALL.model, layer_biases=True)
+    m = replace(SMALL.model, per_layer_bias=True)
     source = write_model(tmp_path / "umt5", m, hf_state(m))
     with pytest.raises(UserError, match="T5X"):
         convert.convert(source, tmp_path / "t5x", to="t5x")

@@ -58,7 +58,7 @@ def write(run, names: Iterable[tuple], folder: Path, dtype: np.dtype) -> None:
     Raises UserError for UMT5, which T5X does not have.
     """
     cfg, arrays = run.cfg.model, run.arrays
-    if cfg.layer_biases:
+    if cfg.per_layer_bias:
         raise UserError(
             "T5X has no model with position biases in each layer: use --to hf."
         )

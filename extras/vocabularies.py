@@ -68,7 +68,7 @@ class OwnTokenizer(data.Tokenizer):
             raise UserError(f"VOCABULARY.encode({text!r:.80}) gives the ids {ids}.")
         return ids
 
-    def decode_pieces(self, ids):
+    def decode_ids(self, ids):
         text, part = "", []
         for i in ids:
             if i < self.vocabulary.size:
@@ -99,7 +99,7 @@ class JsonTokenizer(data.Tokenizer):
         found = self.processor.encode_batch(texts, add_special_tokens=False)
         return [np.array(text.ids, np.int32) for text in found]
 
-    def decode_pieces(self, ids):
+    def decode_ids(self, ids):
         return self.processor.decode(ids, skip_special_tokens=False)
 
 
