@@ -326,10 +326,10 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
             "is_correct": correct[best],
         }
         lines.append(choices[group[0]] | line)
-    targets = zip(indices, correct, weights, lengths)
+    labels = zip(indices, correct, weights, lengths)
     choice_sets = {tuple(x.get("answer_choices", task.choices)) for x in examples}
     num_classes = len(choice_sets.pop()) if len(choice_sets) == 1 else None
-    return rank_classification(targets, scores, num_classes), lines
+    return rank_classification(labels, scores, num_classes), lines
 
 
 # ---- metrics ---------------------------------------------------------------------------
