@@ -61,9 +61,9 @@ class ModelConfig:
     # what the backward pass does not recompute: the products of activations with weights,
     # everything (none is recomputed), or only the outputs of attention kernels
     remat: Literal["dots", "none", "full"] = "dots"
-    # xla is the code of model.py; auto is xla on a CPU, else extras/attention_kernel.py
+    # xla is the code of model.py; auto is a kernel of extras/ on a TPU or GPU, else xla
     attention_impl: Literal["auto", "xla", "kernel"] = "auto"
-    # auto is extras/chunked_loss.py on a TPU and for large vocabularies, else xla
+    # auto is extras/chunked_loss.py on a TPU and for large vocabularies, else full
     loss_impl: Literal["auto", "full", "chunked"] = "auto"
 
 
@@ -387,7 +387,7 @@ def load_run(run_dir: str) -> tuple[Config, dict]:
     path = to_path(run_dir) / "config.json"
     stored = json.loads(path.read_text()) if path.exists() else {}
     if "settings" not in stored:
-        raise UserError(f"{run_dir} is no run. convert.py makes one of other formats.")
+        raise UserError(f"{run_dir} is not a run. convert.py makes one of other formats.")
     sections = {}
     for name, values in stored["settings"].items():
         Section = Config.__dataclass_fields__[name].type

@@ -140,7 +140,9 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
     def shape(path):
         name, hf = foreign_names(path, 0, gated)
         if name not in arrays or arrays[name].ndim != 2:
-            raise UserError(f"{source} is no complete T5 model: it lacks {name} ({hf}).")
+            raise UserError(
+                f"{source} is not a complete T5 model: it lacks {name} ({hf})."
+            )
         return arrays[name].shape
 
     def depth(stack):
@@ -455,7 +457,7 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     generation = read_json(folder / "generation_config.json")
     family = config.get("model_type", "t5")
     if family not in ("t5", "mt5", "umt5"):
-        raise UserError(f"{folder} has model_type {family}, and is no T5.")
+        raise UserError(f"{folder} has model_type {family}, and is not a T5.")
     for field, expected in SPECIAL_IDS.items():
         value = (config | generation).get(field, expected)
         if value not in (expected, [expected]):
@@ -536,7 +538,7 @@ def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int
         spec = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.serialized)
         if spec.trainer_spec.model_type != 1 or spec.trainer_spec.byte_fallback:
             raise UserError(
-                "The vocabulary is no unigram model, or falls back to bytes, for which "
+                "The vocabulary is not a unigram model, or falls back to bytes, for which "
                 "transformers has other ids. Without spiece.model, weights are converted."
             )
         config["tokenizer_class"] = "T5Tokenizer"
@@ -592,7 +594,7 @@ def read_model(source: Path, step: str = "latest") -> Run:
             tree = read_t5x(source)
         else:
             raise UserError(
-                f"{source} is no run, no Hugging Face folder (config.json and weights), "
+                f"{source} is not a run, no Hugging Face folder (config.json and weights), "
                 f"no T5X folder checkpoint_N, and no prefix of a TensorFlow checkpoint."
             )
         folders.append(source.parent)  # The Gin file and the vocabulary may be there.

@@ -196,28 +196,28 @@ def tokens_per_example(data_cfg: DataConfig) -> int:
             return length - 1
 
 
-def random_bits(count: int, *key: int) -> np.ndarray:
-    """Return random integers of 64 bits, which depend only on the integers of `key`."""
+def random_bits(count: int, *seeds: int) -> np.ndarray:
+    """Return random integers of 64 bits, which depend only on the integers `seeds`."""
     # All versions of NumPy have the same raw bits, but not the same Generator.shuffle.
-    return np.random.PCG64(np.random.SeedSequence(key)).random_raw(count)
+    return np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(count)
 
 
-def random_order(count: int, *key: int) -> np.ndarray:
-    return np.argsort(random_bits(count, *key), kind="stable")
+def random_order(count: int, *seeds: int) -> np.ndarray:
+    return np.argsort(random_bits(count, *seeds), kind="stable")
 
 
-def random_segmentation(total: int, parts: int, rows: int, *key: int) -> np.ndarray:
+def random_segmentation(total: int, parts: int, rows: int, *seeds: int) -> np.ndarray:
     """Write `total` as a sum of `parts` positive integers, in random ways [rows, parts].
 
     5 = 1 + 1 + 1 + 1 + 1 becomes 1 + 2 + 2 by a cut at the first and the third plus. The
     cuts are where random numbers are lowest, so all ways are equally likely.
     """
-    gaps = random_bits(rows * (total - 1), *key).reshape(rows, total - 1)
+    gaps = random_bits(rows * (total - 1), *seeds).reshape(rows, total - 1)
     cuts = np.sort(np.argsort(gaps, axis=1)[:, : parts - 1] + 1, axis=1)
     return np.diff(cuts, axis=1, prepend=0, append=total)
 
 
-def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig, *key):
+def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig, *seeds):
     """Replace random spans of each row of tokens [rows, length] by sentinels.
 
     Returns (inputs, targets) without EOS. A row begins with kept tokens and ends with a
@@ -226,8 +226,8 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     """
     rows, length = tokens.shape
     noise, spans = noise_counts(length, data_cfg)
-    kept = random_segmentation(length - noise, spans, rows, *key, length, 0)
-    removed = random_segmentation(noise, spans, rows, *key, length, 1)
+    kept = random_segmentation(length - noise, spans, rows, *seeds, length, 0)
+    removed = random_segmentation(noise, spans, rows, *seeds, length, 1)
     lengths = np.stack([kept, removed], axis=2).ravel()  # kept and removed in turn
     noise_mask = np.tile([False, True], rows * spans).repeat(lengths).reshape(rows, -1)
     # In the inputs, a sentinel overwrites the first token of each removed span. In the
@@ -244,7 +244,7 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
 # ---- objectives: chunks of text become examples (inputs, targets), without EOS ---------
 
 
-def span_corruption(chunks: list[Ids], tokenizer, data_cfg, *key: int) -> list[Example]:
+def span_corruption(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list[Example]:
     """Corrupt spans of all chunks. Those of equal length are computed together."""
     examples = [None] * len(chunks)
     lengths = np.array([len(ids) for ids in chunks])
@@ -260,15 +260,15 @@ def span_corruption(chunks: list[Ids], tokenizer, data_cfg, *key: int) -> list[E
                 f"of {tokenizer.extra_ids} sentinels: raise --data.targets_length or "
                 f"--data.mean_span_length, or use the task prefix_lm."
             )
-        sides = corrupt_spans(tokens, tokenizer.first_sentinel, data_cfg, *key)
+        sides = corrupt_spans(tokens, tokenizer.first_sentinel, data_cfg, *seeds)
         for i, example in zip(here, zip(*sides)):
             examples[i] = example
     return examples
 
 
-def prefix_lm(chunks: list[Ids], tokenizer, data_cfg, *key: int) -> list[Example]:
+def prefix_lm(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list[Example]:
     """Cut each text at a random place: its beginning becomes the inputs."""
-    bits = random_bits(len(chunks), *key).tolist()
+    bits = random_bits(len(chunks), *seeds).tolist()
     cuts = [1 + random % (len(ids) - 1) for random, ids in zip(bits, chunks)]
     return [(ids[:cut], ids[cut:]) for ids, cut in zip(chunks, cuts)]
 
@@ -333,10 +333,10 @@ def cut_documents(tokenized: list, task: Task, data_cfg: DataConfig) -> list:
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
 
 
-def make_examples(tokenized: list, task: Task, tokenizer, cfg, *key) -> list[Example]:
+def make_examples(tokenized: list, task: Task, tokenizer, cfg, *seeds) -> list[Example]:
     """Return the example (inputs, targets) of each document, with EOS."""
     if task.objective:
-        tokenized = task.objective.function(tokenized, tokenizer, cfg.data, *key)
+        tokenized = task.objective.function(tokenized, tokenizer, cfg.data, *seeds)
     with_eos = partial(trim_and_add_eos, task=task, data_cfg=cfg.data)
     return [(with_eos(a, "inputs"), with_eos(b, "targets")) for a, b in tokenized]
 
@@ -381,10 +381,10 @@ def fill_rows(rows: list[list[Example]], limits: tuple[int, int]) -> Batch:
         tokens, segments = np.zeros((2, len(rows), limit), np.int32)
         for row, row_tokens, row_segments in zip(rows, tokens, segments):
             end = 0
-            for number, example in enumerate(row, 1):
+            for segment, example in enumerate(row, 1):
                 start, end = end, end + len(example[side])
                 row_tokens[start:end] = example[side]
-                row_segments[start:end] = number
+                row_segments[start:end] = segment
         sides += tokens, segments
     inputs, input_segments, targets, segments = sides
     shifted = shift_right(targets, segments)
@@ -403,9 +403,9 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 # stream           their examples, shuffled
 # choose_examples  the next examples of all tasks by their rates, for ROWS_PER_PACK rows
 # pack_rows        these examples, packed into rows, which are shuffled
-# make_batches     batches of rows, and the state from which a restart continues
+# make_batches     batches of rows, and the position from which a restart continues
 
-EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # what random bits are for: ends of their keys
+EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # what random bits are for: the last seeds
 WINDOW_CHARACTERS = 1 << 23  # characters of all tasks together
 ROWS_PER_PACK = 512  # rows that are packed together
 
@@ -414,7 +414,7 @@ class Cursor(NamedTuple):
     """Where a task is.
 
     To restart, open `file`, skip `record` records, read a window, shuffle it with the
-    first three numbers as a key, and skip `taken` examples.
+    first three numbers as seeds, and skip `taken` examples.
     """
 
     epoch: int = 0
@@ -453,10 +453,10 @@ def stream(name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor) -> Ite
     """
     for tokenized, next_window in windows:
         # Each window, which the first three numbers name, has random bits of its own.
-        key = cfg.train.seed, zlib.crc32(name.encode()), *cursor[:3]
-        order = random_order(len(tokenized), *key, EXAMPLE_ORDER)
+        seeds = cfg.train.seed, zlib.crc32(name.encode()), *cursor[:3]
+        order = random_order(len(tokenized), *seeds, EXAMPLE_ORDER)
         shuffled = [tokenized[i] for i in order]
-        examples = make_examples(shuffled, task, tokenizer, cfg, *key, NOISE)
+        examples = make_examples(shuffled, task, tokenizer, cfg, *seeds, NOISE)
         for example in examples[cursor.taken :]:
             cursor = cursor._replace(taken=cursor.taken + 1, total=cursor.total + 1)
             yield example, cursor
@@ -479,18 +479,19 @@ def print_statistics(packed: Batch, sizes: np.ndarray, limits: tuple[int, int]) 
 
 
 class Batches(Iterator):
-    """Iterate over the batches of training, from the state that an earlier run has saved.
+    """Iterate over the batches of training, from a position that an earlier run has saved.
 
     Many rows are packed at once, so that they are full even if batches are small, but not
     across the end of an epoch of a task: so all its examples are used equally often.
     """
 
-    def __init__(self, cfg: Config, tokenizer: Tokenizer, state: dict | None = None):
+    def __init__(self, cfg: Config, tokenizer: Tokenizer, position: dict | None = None):
         self.cfg = cfg
         self.rates = train_tasks(cfg)
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
-        self.state = state or {"row": 0, "tasks": dict.fromkeys(self.rates, Cursor())}
-        self.cursors = {name: Cursor(*c) for name, c in self.state["tasks"].items()}
+        start = {"row": 0, "tasks": dict.fromkeys(self.rates, Cursor())}
+        self.position = position or start
+        self.cursors = {name: Cursor(*c) for name, c in self.position["tasks"].items()}
         self.streams, sizes = {}, []
         reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         size = WINDOW_CHARACTERS // min(len(self.rates), 32)
@@ -501,12 +502,12 @@ class Batches(Iterator):
             self.streams[name] = stream(name, task, tokenizer, cfg, windows, cursor)
             sizes += [[file.name.split("/")[-1], file.size] for file in task_files]
         files = zlib.crc32(json.dumps([self.rates, sizes]).encode())
-        if self.state.setdefault("files_crc32", files) != files:
+        if self.position.setdefault("files_crc32", files) != files:
             raise UserError("This run began with other training files, or other rates.")
         self.batches = prefetch(self.make_batches(), maker, ahead=4)
 
     def __next__(self) -> Batch:
-        batch, self.state = next(self.batches)
+        batch, self.position = next(self.batches)
         return batch
 
     def choose_examples(self) -> list:
@@ -545,17 +546,17 @@ class Batches(Iterator):
         return packed
 
     def make_batches(self) -> Iterator:
-        """Yield (batch, state). A restart packs the same rows and skips the used ones."""
+        """Yield (batch, position). A restart packs the same rows and skips used ones."""
         rows = []
-        used_rows = self.state["row"]
+        used_rows = self.position["row"]
         while True:
             tasks = self.cursors.copy()
             packed = self.pack_rows()
             for i in range(used_rows, len(packed.inputs)):
                 rows.append([array[i] for array in packed])
                 if len(rows) == self.cfg.train.batch_size:
-                    state = self.state | {"row": i + 1, "tasks": tasks}
-                    yield Batch(*map(np.stack, zip(*rows))), state
+                    position = self.position | {"row": i + 1, "tasks": tasks}
+                    yield Batch(*map(np.stack, zip(*rows))), position
                     rows = []
             used_rows = 0
 
@@ -570,8 +571,8 @@ def batches_of_split(
     while unread and (limit is None or len(tokenized) < limit):
         more, unread = read_window(records, 1 << 18, task, tokenizer, cfg)
         tokenized += more
-    key = cfg.train.seed, zlib.crc32(name.encode()), NOISE
-    examples = make_examples(tokenized[:limit], task, tokenizer, cfg, *key)
+    seeds = cfg.train.seed, zlib.crc32(name.encode()), NOISE
+    examples = make_examples(tokenized[:limit], task, tokenizer, cfg, *seeds)
     limits = cfg.data.inputs_length, cfg.data.targets_length
     size = cfg.train.batch_size
     rows = [[example] for example in examples] + [[]] * (-len(examples) % size)
@@ -579,8 +580,7 @@ def batches_of_split(
 
 
 def encode_pairs(pairs: list[dict], task: Task, tokenizer, cfg) -> list[Example]:
-    """Tokenize pairs of texts, whatever the objective of the task is."""
-    task = task._replace(objective=None)
+    task = task._replace(objective=None)  # The texts are pairs already.
     return make_examples(tokenize(pairs, task, tokenizer), task, tokenizer, cfg)
 
 
@@ -615,7 +615,7 @@ def read_jsonl(path):
             if line.strip():
                 yield {**json.loads(line)}
         except (ValueError, TypeError) as error:
-            raise UserError(f"{path}:{number} is no JSON object ({error}).") from None
+            raise UserError(f"{path}:{number} is not a JSON object ({error}).") from None
 
 
 def read_table(delimiter, path):
@@ -687,7 +687,7 @@ def source_files(source: str, split: str, cfg: Config) -> list[File]:
         return [File(source, partial(iter, read_python()))]
     if kind not in READERS:
         kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
-        raise UserError(f"{source!r} is no source KIND:NAME. The kinds are {kinds}.")
+        raise UserError(f"{source!r} is not a source KIND:NAME. The kinds are {kinds}.")
     patterns = filled.split(",") if kind == "parallel" else [filled]
     files = []
     for parallel in zip(*map(find_files, patterns), strict=True):

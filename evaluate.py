@@ -192,7 +192,7 @@ def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
     unknown = set(targets) - set(task.choices)
     if task.postprocess == "label" and unknown:
         configs.print_once(
-            f"{name}: the metrics are wrong: {unknown} is none of the choices."
+            f"{name}: the metrics are wrong: {unknown} is not among the choices."
         )
 
 

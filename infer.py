@@ -42,7 +42,7 @@ import data
 import model
 import partition
 from configs import Config, DecodeConfig, ModelConfig, UserError
-from partition import shard
+from partition import constrain
 
 # ---- the cache and one decoding step ---------------------------------------------------
 # model.forward could compute the next id from all earlier ones, again and again. With a
@@ -70,13 +70,13 @@ def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> 
 
 
 def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, beams=1):
-    """Return two lists with an item for each decoder layer: (cache, layers).
+    """Return two lists with an item for each decoder layer: (cache, fixed).
 
     An item of the cache is [keys, values], both [B, H, length * beams, C]. An item of
-    layers is what all steps share: weights, keys and values of cross-attention, and bias.
+    `fixed` has what all steps share: weights, keys and values of cross-attention, bias.
     """
     stack = params["decoder"]
-    cache, layers = [], []
+    cache, fixed = [], []
     for i in range(arch.num_decoder_layers):
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
         w = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
@@ -86,14 +86,14 @@ def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, b
         cross_kv = model.keys_values(w["cross_attention"], encoded, arch)
         B, H, _, C = cross_kv[0].shape
         empty = jnp.zeros((B, H, length * beams, C), encoded.dtype)
-        empty = shard(empty, "batch", "heads", None, None)
+        empty = constrain(empty, "batch", "heads", None, None)
         cache.append([empty, empty])
-        layers.append((w, cross_kv, bias))
-    return cache, layers
+        fixed.append((w, cross_kv, bias))
+    return cache, fixed
 
 
 def decode_step(
-    params, arch: ModelConfig, ids, t, cache, layers, input_segments, ancestors=None
+    params, arch: ModelConfig, ids, t, cache, fixed, input_segments, ancestors=None
 ) -> tuple[Array, list]:
     """Run the decoder on the ids [B, N] of position t. Return (logits, cache).
 
@@ -111,9 +111,9 @@ def decode_step(
     cross_attend = functools.partial(attend_few_queries, mask=cross_mask)
 
     write = lax.dynamic_update_slice_in_dim
-    x = model.embed(params, ids, arch)
+    x = model.embed_tokens(params, ids, arch)
     new_cache = []
-    for old_kv, (w, cross_kv, bias) in zip(cache, layers):
+    for old_kv, (w, cross_kv, bias) in zip(cache, fixed):
         bias = lax.dynamic_slice_in_dim(bias, t, 1, axis=1)
         bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
 
@@ -320,7 +320,7 @@ def generate(
         state, result = start_outputs(B, N, length), sorted_outputs
         extend = functools.partial(append_ids, decode_cfg=decode_cfg, rngs=rngs)
     encoded = model.encode(params, inputs, input_segments, arch)
-    cache, layers = init_decoder(params, encoded, length, arch, N)
+    cache, fixed = init_decoder(params, encoded, length, arch, N)
 
     def unfinished(carry):
         t, state, _ = carry
@@ -332,10 +332,10 @@ def generate(
         ids = state.ids[:, :, t - 1]
         ancestors = getattr(state, "ancestors", None)
         logits, cache = decode_step(
-            params, arch, ids, t, cache, layers, input_segments, ancestors
+            params, arch, ids, t, cache, fixed, input_segments, ancestors
         )
         # Each device chooses ids for its own rows, from the whole vocabulary.
-        logits = shard(logits, "batch", None, None)
+        logits = constrain(logits, "batch", None, None)
         return t + 1, extend(state, jax.nn.log_softmax(logits), t), cache
 
     _, state, _ = lax.while_loop(unfinished, decode_position, (0, state, cache))
@@ -517,7 +517,7 @@ def read_input(options: "Options", tokenizer) -> Iterator[Request]:
     kind, _, name = options.input.partition(":")
     first, count = map(int, options.shard.split("/"))
     if not 0 <= first < count:
-        raise UserError(f"--shard {options.shard} is none of 0/{count}, 1/{count}, …")
+        raise UserError(f"--shard {options.shard} is not one of 0/{count}, 1/{count}, …")
     task = None
     if kind == "task":
         name, split = re.fullmatch(r"(.+?)(?::(\w+))?", name).groups("validation")

@@ -33,7 +33,7 @@ from jax import checkpoint_policies as policies
 import configs
 import partition
 from configs import Config, ModelConfig
-from partition import shard, spec
+from partition import constrain, spec
 
 # ---- parameters ------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ def dot_product_attention(
 
 def split_heads(x: Array, arch: ModelConfig) -> Array:
     """Split activations into heads: [B, K, A] becomes [B, H, K, C]."""
-    x = shard(x, "batch", None, "heads")
+    x = constrain(x, "batch", None, "heads")
     return x.reshape(*x.shape[:2], arch.num_heads, arch.d_kv).swapaxes(1, 2)
 
 
@@ -274,7 +274,7 @@ def attention(
     v = dropout(v, arch.dropout, rng_probs, broadcast_axis=3)
     attended = attend(q, k, v).swapaxes(1, 2).reshape(*x.shape[:2], -1)
     out = dense(attended, w["out"])
-    return dropout(shard(out, "batch", None, None), arch.dropout, rng_out)
+    return dropout(constrain(out, "batch", None, None), arch.dropout, rng_out)
 
 
 def mlp(w: dict, x: Array, arch: ModelConfig, rng: Array | None = None) -> Array:
@@ -285,19 +285,21 @@ def mlp(w: dict, x: Array, arch: ModelConfig, rng: Array | None = None) -> Array
     up = dense(x, w["up"])
     # T5 1.1 has a gate (Shazeer 2020), T5 1.0 has none.
     hidden = activation(dense(x, w["gate"])) * up if "gate" in w else activation(up)
-    hidden = dropout(shard(hidden, "batch", None, "mlp"), arch.dropout, rng_hidden)
+    hidden = dropout(constrain(hidden, "batch", None, "mlp"), arch.dropout, rng_hidden)
     out = dense(hidden, w["down"])
-    return dropout(shard(out, "batch", None, None), arch.dropout, rng_out)
+    return dropout(constrain(out, "batch", None, None), arch.dropout, rng_out)
 
 
 # ---- encoder and decoder ---------------------------------------------------------------
 
 
-def embed(params: dict, ids: Array, arch: ModelConfig, rng: Array | None = None) -> Array:
+def embed_tokens(
+    params: dict, ids: Array, arch: ModelConfig, rng: Array | None = None
+) -> Array:
     """Look up the embedding vector of each token id [B, Q]. T5 does not scale them."""
     # Cast after the lookup: the gradient sums over the occurrences of a token in float32.
     x = params["embed"][ids].astype(resolve_auto(arch).dtype)
-    return dropout(shard(x, "batch", None, None), arch.dropout, rng)
+    return dropout(constrain(x, "batch", None, None), arch.dropout, rng)
 
 
 def encoder_layer(
@@ -327,7 +329,7 @@ def encode(
         attend = make_attend(mask, arch, relative_bias, bidirectional=True)
         return encoder_layer(w, x, attend, arch, rng)
 
-    x = embed(params, inputs, arch, rng_embed)
+    x = embed_tokens(params, inputs, arch, rng_embed)
     x = apply_layers(layer, x, "encoder", params, arch, rng_layers)
     return dropout(rms_norm(x, params["encoder"]["norm"]), arch.dropout, rng_out, None)
 
@@ -368,7 +370,7 @@ def decode(params: dict, batch, encoded: Array, arch: ModelConfig, rng=None) -> 
         cross_kv = keys_values(w["cross_attention"], encoded, arch)
         return decoder_layer(w, x, cross_kv, attend, cross_attend, arch, rng)
 
-    x = embed(params, batch.decoder_inputs, arch, rng_embed)
+    x = embed_tokens(params, batch.decoder_inputs, arch, rng_embed)
     x = apply_layers(layer, x, "decoder", params, arch, rng_layers)
     return final_norm(params, x, arch, rng_out)
 
@@ -483,14 +485,20 @@ def resolve_auto(arch: ModelConfig) -> ModelConfig:
     """Replace "auto" by what suits the platform.
 
     The dtype is that of activations and matmuls: parameters are always float32. Attention
-    and loss "xla" are in this file, others in extras/.
+    "xla" and loss "full" are in this file, others in extras/.
     """
     platform = partition.platform()
+    has_kernel = False
+    if platform != "cpu" and configs.HAS_EXTRAS:
+        from extras import attention_kernel
+
+        # If you edit the equation, your edit counts, and not the kernel.
+        has_kernel = attention_kernel.is_its_equation(dot_product_attention)
     # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
     chunks = platform == "tpu" or arch.vocab_size > 1 << 16
     best = {
         "dtype": "float32" if platform == "cpu" else "bfloat16",
-        "attention_impl": "kernel" if configs.HAS_EXTRAS and platform != "cpu" else "xla",
+        "attention_impl": "kernel" if has_kernel else "xla",
         "loss_impl": "chunked" if configs.HAS_EXTRAS and chunks else "full",
     }
     return replace(arch, **{k: v for k, v in best.items() if getattr(arch, k) == "auto"})
@@ -549,10 +557,10 @@ REMAT_POLICIES = {
 def gather_weights(stack_name: str, w: dict, arch: ModelConfig) -> dict:
     """Undo the split of FSDP for the weights of one layer.
 
-    `shard` asks for arrays without that split, so the compiler gathers them.
+    `constrain` asks for arrays without that split, so the compiler gathers them.
     """
     table = param_table(arch)[stack_name]["layers"]  # Axis 0 is that of the layers.
-    return jax.tree.map(lambda p, w: shard(w, *p.axes[1:]), table, w)
+    return jax.tree.map(lambda p, w: constrain(w, *p.axes[1:]), table, w)
 
 
 def apply_layers(

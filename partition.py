@@ -53,7 +53,7 @@ def spec(axes: tuple, fsdp: bool = False) -> P:
     return P(*map(rules.get, axes))
 
 
-def shard(x: jax.Array, *axes) -> jax.Array:
+def constrain(x: jax.Array, *axes) -> jax.Array:
     """Tell the compiler to split an array by the names of its dimensions."""
     return jax.lax.with_sharding_constraint(x, spec(axes))
 
@@ -72,7 +72,7 @@ def set_mesh(cfg: Config, devices: list | None = None) -> Mesh:
     ):
         if size % parts:
             raise UserError(f"{name} ({size}) cannot be split into {parts} equal parts.")
-    # With Auto axes, the compiler follows the constraints that `shard` sets.
+    # With Auto axes, the compiler follows the constraints that `constrain` sets.
     types = AxisType.Auto, AxisType.Auto
     mesh = jax.make_mesh(
         (data_size, model_size), ("data", "model"), types, devices=devices
@@ -178,7 +178,7 @@ def shard_file(folder: Path, process: int, processes: int) -> Path:
     return folder / f"shards-{process:05}-of-{processes:05}.msgpack"
 
 
-def write_shards(path: Path, arrays: Any, data_state: Any) -> None:
+def write_shards(path: Path, arrays: Any, data_position: Any) -> None:
     """Write the shards that this process has to write, and the state of the data."""
     headers, shards, offset = [], [], 0
     for name, array in sorted(flatten(arrays).items()):
@@ -197,7 +197,7 @@ def write_shards(path: Path, arrays: Any, data_state: Any) -> None:
     for header, content in zip(headers, contents):
         header |= {"offset": offset, "crc32": zlib.crc32(content)}
         offset += content.nbytes
-    head = msgpack.packb({"shards": headers, "state": data_state})
+    head = msgpack.packb({"shards": headers, "state": data_position})
     with path.open("wb") as file:
         file.write(msgpack.packb([zlib.crc32(head), head]))
         file.writelines(contents)
@@ -251,7 +251,7 @@ def read_shard(header: dict) -> np.ndarray:
     return data
 
 
-def read_slice(headers: list[dict], index: tuple, cache: dict) -> np.ndarray:
+def read_slice(headers: list[dict], index: tuple, loaded: dict) -> np.ndarray:
     """Assemble one slice of an array from the shards that overlap with it."""
     wanted = [i.indices(n)[:2] for i, n in zip(index, headers[0]["shape"])]
     start, stop = np.array(wanted, int).reshape(-1, 2).T  # of each dimension
@@ -260,10 +260,10 @@ def read_slice(headers: list[dict], index: tuple, cache: dict) -> np.ndarray:
         shard_start, shard_stop = np.array(header["bounds"], int).reshape(-1, 2).T
         low, high = np.maximum(start, shard_start), np.minimum(stop, shard_stop)
         if (low < high).all():
-            if number not in cache:
-                cache[number] = read_shard(header)
+            if number not in loaded:
+                loaded[number] = read_shard(header)
             from_shard = tuple(map(slice, low - shard_start, high - shard_start))
-            out[tuple(map(slice, low - start, high - start))] = cache[number][from_shard]
+            out[tuple(map(slice, low - start, high - start))] = loaded[number][from_shard]
     return out
 
 
@@ -293,9 +293,9 @@ def load_arrays(folder: Path, abstract: Any) -> Any:
                 f"{folder} has {saved} for the array {name}, but this run needs "
                 f"{needed}: use the settings of the run that wrote the checkpoint."
             )
-        cache = {}
+        loaded = {}
         return jax.make_array_from_callback(
-            like.shape, like.sharding, lambda index: read_slice(headers, index, cache)
+            like.shape, like.sharding, lambda index: read_slice(headers, index, loaded)
         )
 
     return jax.tree.map_with_path(load, abstract)
@@ -322,7 +322,7 @@ class Checkpoints:
         """Return the steps of all complete checkpoints, in ascending order."""
         return [x for x in self.all_steps() if (self.path(x) / "complete").exists()]
 
-    def save(self, arrays: Any, step: int, data_state: Any = None) -> None:
+    def save(self, arrays: Any, step: int, data_position: Any = None) -> None:
         """Write a tree of arrays, which is complete when all processes have written.
 
         They wait for each other, so they must call this after the same step.
@@ -331,7 +331,7 @@ class Checkpoints:
         count = jax.process_count()
         folder.mkdir(parents=True, exist_ok=True)
         path = shard_file(folder, jax.process_index(), count)
-        write_shards(path, arrays, data_state)
+        write_shards(path, arrays, data_position)
         multihost_utils.sync_global_devices(f"shards of step {step}")
         if is_main_process():
             for process in range(count):  # An error here: not all see the same folder.

@@ -442,7 +442,7 @@ def test_lesson_data_each_example_is_used_once_in_each_epoch(
 def test_lesson_data_a_restart_continues_with_the_same_batches(
     task, pack, mixture, tmp_path, monkeypatch
 ):
-    """The state of the data is a few integers for each task, which a checkpoint holds."""
+    """The position in the data is a few integers for each task, which a checkpoint holds."""
     for name, value in dict(WINDOW_CHARACTERS=1 << 9, ROWS_PER_PACK=20).items():
         monkeypatch.setattr(data, name, value)  # many small windows, and few rows packed
     for name in "xyz":
@@ -451,15 +451,15 @@ def test_lesson_data_a_restart_continues_with_the_same_batches(
     own = task in ("span_corruption", "prefix_lm")
     source = f"text:{tmp_path}/*.txt" if own else ""
     cfg = change(mixture, data=dict(task=task, pack=pack, source=source))
-    batches, states, expected = data.Batches(cfg, TOKENIZER), [], []
+    batches, positions, expected = data.Batches(cfg, TOKENIZER), [], []
     for _ in range(50):
-        states.append(json.loads(json.dumps(batches.state)))
+        positions.append(json.loads(json.dumps(batches.position)))
         expected.append(next(batches))
     for step in (0, 1, 2, 5, 9, 14, 20, 29, 36, 44):
-        again = data.Batches(cfg, TOKENIZER, states[step])
+        again = data.Batches(cfg, TOKENIZER, positions[step])
         for k in range(step, step + 4):
             assert_equal(next(again), expected[k])
-            assert json.loads(json.dumps(again.state)) == states[k + 1]
+            assert json.loads(json.dumps(again.position)) == positions[k + 1]
 
 
 def test_lesson_train_the_learning_rate_of_t5_by_hand():
@@ -1106,7 +1106,7 @@ def test_rows_are_packed_together_until_their_longer_sides_are_full(mixture, mon
     cfg = change(mixture, data=dict(task="a", targets_length=64))
     batches, ends = data.Batches(cfg, TOKENIZER), []
     for _ in itertools.islice(batches, 20):
-        ends.append(batches.state["row"])
+        ends.append(batches.position["row"])
     assert 20 <= max(ends) <= 22
 
 
@@ -1155,15 +1155,15 @@ def test_tasks_take_turns_by_their_rates(mixture, monkeypatch):
 def test_changed_files_are_refused_on_a_restart(mixture, tmp_path):
     batches = data.Batches(mixture, TOKENIZER)
     next(batches)
-    data.Batches(mixture, TOKENIZER, batches.state)
+    data.Batches(mixture, TOKENIZER, batches.position)
     with (tmp_path / "b.train").open("a") as file:
         file.write("\n")
     with pytest.raises(UserError):
-        data.Batches(mixture, TOKENIZER, batches.state)
+        data.Batches(mixture, TOKENIZER, batches.position)
     write_pairs(tmp_path / "b.train", 57, 1000)
     configs.MIXTURES["abc"] = {"a": 4, "b": 2, "c": 2}
     with pytest.raises(UserError):
-        data.Batches(mixture, TOKENIZER, batches.state)
+        data.Batches(mixture, TOKENIZER, batches.position)
 
 
 def test_an_error_in_the_background_reaches_the_training_loop(mixture, tmp_path):

@@ -318,7 +318,7 @@ def train_loop(
             )
         if save_now:
             log.sync()
-            checkpoints.save(state, step, batches.state)
+            checkpoints.save(state, step, batches.position)
         if stop_now:
             break
         evaluated = evaluations.run_due(step, state.params)
@@ -491,7 +491,7 @@ def find_start(
     if init_from and not resumes:
         checkpoint = partition.newest_checkpoint(init_from)
         if not checkpoint:
-            raise UserError(f"{init_from} is no checkpoint, and no run that has one.")
+            raise UserError(f"{init_from} is not a checkpoint, nor a run that has one.")
     takes_step = checkpoint and (resumes or train_cfg.restore == "all")
     step = int(checkpoint.name[5:]) if takes_step else train_cfg.start_step
     if not resumes and step >= train_cfg.steps:
@@ -523,9 +523,9 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     print(f"start    step {step:,}, {checkpoint or 'random weights'}")
     origin = run_dir if resumes else init_from and configs.run_dir_of(init_from)
     tokenizer = data.load_tokenizer(cfg, origin)
-    data_state = partition.read_headers(checkpoint)[1] if resumes else None
-    batches = data.Batches(cfg, tokenizer, data_state)
-    partition.check_same((tokenizer.sha256, batches.state["files_crc32"]))
+    data_position = partition.read_headers(checkpoint)[1] if resumes else None
+    batches = data.Batches(cfg, tokenizer, data_position)
+    partition.check_same((tokenizer.sha256, batches.position["files_crc32"]))
     if partition.is_main_process():
         tokenizer.save(run_dir)
         configs.save_run(cfg, run_dir, vocabulary=tokenizer.sha256, init_from=init_from)
