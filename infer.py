@@ -522,8 +522,8 @@ def read_input(options: "Options", tokenizer) -> Iterator[Request]:
     if kind == "task":
         name, split = re.fullmatch(r"(.+?)(?::(\w+))?", name).groups("validation")
         task, files = data.open_task(name, split, cfg)
-        if not files:
-            raise UserError(f"The task {name} has no split {split}.")
+        if not files or task.objective:
+            raise UserError(f"The task {name} has no split {split} of pairs.")
         lines = data.read_task(name, split, cfg)
     elif options.input:
         lines = data.read_jsonl(options.input)
