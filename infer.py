@@ -377,7 +377,7 @@ def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
     """Yield the result of each example, in order.
 
     The result of "predict" is (outputs, scores), with the best output first, of "score" a
-    number, and of "embed" a vector.
+    number, and of "encode" a vector.
     """
     examples = iter(examples)
     size = cfg.decode.batch_size
@@ -413,7 +413,7 @@ def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
         raise UserError("An example has no inputs besides padding.")
     batch, indices = partition.put_batch((batch, np.uint32(indices)))
     if mode != "predict":
-        compute = {"score": score, "embed": mean_embeddings}[mode]
+        compute = {"score": score, "encode": mean_embeddings}[mode]
         return np.asarray(compute(params, batch, cfg.model)).tolist()
     ids, scores = generate(
         params,
@@ -640,7 +640,7 @@ class Options(configs.Options):
     input: str = ""  # a JSONL file, or task:NAME[:SPLIT]
     output: str = ""  # the JSONL file to write
     # generate texts, score the targets, or write the mean vectors of the encoder
-    mode: Literal["predict", "score", "embed"] = "predict"
+    mode: Literal["predict", "score", "encode"] = "predict"
     raw: bool = False  # print the generated text alone, not the input with filled gaps
     step: str = "latest"  # a step, or latest
     shard: str = "0/1"  # I/N reads every N-th line, beginning with line I

@@ -2242,7 +2242,7 @@ def test_the_id_0_is_padding_wherever_it_stands():
     params, cfg = make_params(SMALL), change(data=dict(targets_length=6))
     pairs = ([5, 6, 7, 1], [8, 9, 1]), ([5, 6, 7, 1, 0, 0], [8, 9, 1, 0])
     examples = [infer.Request(*pair) for pair in pairs]
-    for mode in ("predict", "score", "embed"):
+    for mode in ("predict", "score", "encode"):
         results = list(infer.process_examples(params, cfg, examples, mode))
         assert_equal(*results)
     inner = infer.Request([5, 0, 6, 1], [8, 0, 9, 1])
@@ -2333,7 +2333,7 @@ def test_each_line_gets_a_result_of_its_kind(answer):
         assert type(line.pop("prediction")) is type(line["inputs"]) and line == given
     scored = answer("b.jsonl", "--mode", "score").splitlines()
     assert all(json.loads(line)["score"] < 0 for line in scored)
-    encoded = answer("c.jsonl", "--mode", "embed").splitlines()
+    encoded = answer("c.jsonl", "--mode", "encode").splitlines()
     assert all(len(json.loads(line)["embedding"]) == 40 for line in encoded)
     flags = "--decode.beams", 3, "--decode.num_return", 2
     best = json.loads(answer("d.jsonl", *flags).splitlines()[0])
