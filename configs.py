@@ -91,7 +91,7 @@ class TrainConfig:
     """Training, evaluation and checkpoints. A period of 0 steps means never."""
 
     steps: int = 10_000  # last step
-    start_step: int = 0  # steps before the first one: 1000000 of published weights
+    start_step: int = 0  # steps before the first one, such as 1000000 of T5's weights
     # what --init_from loads: the weights, or also the optimizer's state and the step
     restore: Literal["params", "all"] = "params"
     batch_size: int = 128  # rows in a batch, over all devices
@@ -205,9 +205,9 @@ TINY_TRAIN = TrainConfig(
     microbatches=2)
 C4 = DataConfig(task="c4_v220_span_corruption")
 C4_TRAIN = TrainConfig(steps=100_000, batch_size=256, eval_every=2000)
-# 20,000 steps on top of a published checkpoint, as in t5x/configs/runs/finetune.gin.
+# As in t5x/configs/runs/finetune.gin, which counts from the last step of the weights.
 FINETUNE = TrainConfig(
-    start_step=1_000_000, steps=1_020_000, learning_rate=1e-3, schedule="constant",
+    steps=20_000, learning_rate=1e-3, schedule="constant",
     infer_every=1000, eval_batches=0, save_every=5000, keep=0)
 
 RECIPES = {

@@ -3816,7 +3816,7 @@ def test_job_own_tasks_mixture_metric_and_vocabulary(here):
     Path("mine.py").write_text(OWN)
     run(
         f"train --config mine.py {SIZE} {FINETUNE} --train.eval_batches 0 "
-        "--train.start_step 0 --train.steps 100"
+        "--train.steps 100"
     )
     Path("mine.py").unlink()
     assert_learns("runs/mine")

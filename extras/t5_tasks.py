@@ -508,9 +508,11 @@ MIXTURES.update(
 
 # ---- recipes: add --init_from RUN, a run with published weights ------------------------
 
+# Published T5 has learned for 1,000,000 steps, from which T5X and these recipes count.
+PUBLISHED = replace(FINETUNE, start_step=1_000_000, steps=1_020_000)
 BASE = replace(SIZES["base"], dropout=0.1)
 # 2^18 steps; the best of all checkpoints counts (section 3.1.2 of the T5 paper).
-PAPER = replace(FINETUNE, steps=1_262_144, eval_every=5000, infer_every=5000)
+PAPER = replace(PUBLISHED, steps=1_262_144, eval_every=5000, infer_every=5000)
 # 12,200 steps on top of the LM-adapted T5, with 2^20 input tokens in a batch, as in
 # training/README.md of bigscience-workshop/t-zero. Name P3 with --data.source.
 T0_DATA = DataConfig(task="t0_train", inputs_length=1024, targets_length=256)
@@ -535,17 +537,17 @@ RECIPES |= {
         SIZES["base"], WMT, TrainConfig(
             steps=50_000, eval_every=500, infer_every=500, eval_batches=0,
             save_every=5000, keep=0), BEAMS),
-    "small_wmt_finetune": Config(SIZES["small"], WMT, FINETUNE),
+    "small_wmt_finetune": Config(SIZES["small"], WMT, PUBLISHED),
     "base_wmt_finetune": Config(
         replace(SIZES["base"], dropout=0.1), WMT,
-        replace(FINETUNE, eval_every=100, infer_every=100), BEAMS),
+        replace(PUBLISHED, eval_every=100, infer_every=100), BEAMS),
     # T5 1.0 small on all of GLUE, evaluated on STS-B, as in t5x/docs/usage/finetune.md.
     "small_glue_finetune": Config(
         ModelConfig(d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6,
                     activation="relu", tied=True, dropout=0.1),
         DataConfig(task="glue_v002_proportional", eval_tasks="glue_stsb_v002",
                    targets_length=84),
-        replace(FINETUNE, steps=1_500_000)),
+        replace(PUBLISHED, steps=1_500_000)),
     # Lengths as in t5/models/gin/sequence_lengths/*.gin.
     "base_super_glue": Config(
         BASE, DataConfig(task="super_glue_v102_proportional", targets_length=62), PAPER),
