@@ -322,31 +322,34 @@ class Task(NamedTuple):
     eos_in_inputs: bool = True  # False in T0, as `trim_and_add_eos` says
 
 
-def cut_documents(tokenized: list, task: Task, data_cfg: DataConfig) -> list:
-    """Cut texts into the chunks of which examples are made. They may be joined before."""
+def cut_documents(documents: list, task: Task, data_cfg: DataConfig) -> list:
+    """Cut the ids of texts into chunks. A pair of texts is a chunk already."""
     if not task.objective:
-        return tokenized
-    if task.objective.joins and tokenized:
-        tokenized = [np.concatenate(tokenized)]
+        return documents
+    if task.objective.joins and documents:
+        documents = [np.concatenate(documents)]
     length = task.objective.length(data_cfg)
-    cut = [ids[i : i + length] for ids in tokenized for i in range(0, len(ids), length)]
+    cut = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
 
 
-def make_examples(tokenized: list, task: Task, tokenizer, cfg, *seeds) -> list[Example]:
-    """Return the example (inputs, targets) of each document, with EOS."""
+def make_examples(chunks: list, task: Task, tokenizer, cfg, *seeds) -> list[Example]:
+    """Return the example (inputs, targets) of each chunk, with EOS."""
+    pairs = chunks
     if task.objective:
-        tokenized = task.objective.function(tokenized, tokenizer, cfg.data, *seeds)
+        pairs = task.objective.function(chunks, tokenizer, cfg.data, *seeds)
     with_eos = partial(trim_and_add_eos, task=task, data_cfg=cfg.data)
-    return [(with_eos(a, "inputs"), with_eos(b, "targets")) for a, b in tokenized]
+    return [(with_eos(a, "inputs"), with_eos(b, "targets")) for a, b in pairs]
 
 
 def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.ndarray:
     """Truncate, and append EOS. T0 has none in inputs, and loses it in long targets."""
     limit = data_cfg.inputs_length if side == "inputs" else data_cfg.targets_length
-    end = [EOS] if side == "targets" or task.eos_in_inputs else []
-    kept = limit - task.eos_in_inputs
-    return np.concatenate([ids[:kept], end], dtype=np.int32, casting="unsafe")[:limit]
+    if task.eos_in_inputs:
+        ids = ids[: limit - 1]  # leaves room for EOS
+    if side == "targets" or task.eos_in_inputs:
+        ids = np.append(ids, EOS)
+    return np.asarray(ids[:limit], np.int32)
 
 
 # ---- rows ------------------------------------------------------------------------------
@@ -425,13 +428,13 @@ class Cursor(NamedTuple):
 
 
 def read_windows(task, files, tokenizer, cfg, size: int, cursor: Cursor) -> Iterator:
-    """Yield (tokenized documents of a window, the Cursor of the next window)."""
+    """Yield (chunks of a window, the Cursor of the next window)."""
     for epoch in itertools.count(cursor.epoch):
         records = read_documents(files, task, cfg, (cursor.file, cursor.record))
         while cursor.epoch == epoch:
-            tokenized, end = read_window(records, size, task, tokenizer, cfg)
+            chunks, end = read_window(records, size, task, tokenizer, cfg)
             cursor = Cursor(epoch, *end) if end else Cursor(epoch + 1)
-            yield tokenized, cursor
+            yield chunks, cursor
 
 
 def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iterator:
@@ -451,11 +454,11 @@ def stream(name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor) -> Ite
 
     After a restart, `taken` examples of the first window are skipped.
     """
-    for tokenized, next_window in windows:
+    for chunks, next_window in windows:
         # Each window, which the first three numbers name, has random bits of its own.
         seeds = cfg.train.seed, zlib.crc32(name.encode()), *cursor[:3]
-        order = random_order(len(tokenized), *seeds, EXAMPLE_ORDER)
-        shuffled = [tokenized[i] for i in order]
+        order = random_order(len(chunks), *seeds, EXAMPLE_ORDER)
+        shuffled = [chunks[i] for i in order]
         examples = make_examples(shuffled, task, tokenizer, cfg, *seeds, NOISE)
         for example in examples[cursor.taken :]:
             cursor = cursor._replace(taken=cursor.taken + 1, total=cursor.total + 1)
@@ -567,12 +570,12 @@ def batches_of_split(
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
     records = read_documents(files, task, cfg)
-    tokenized, unread = [], True
-    while unread and (limit is None or len(tokenized) < limit):
+    chunks, unread = [], True
+    while unread and (limit is None or len(chunks) < limit):
         more, unread = read_window(records, 1 << 18, task, tokenizer, cfg)
-        tokenized += more
+        chunks += more
     seeds = cfg.train.seed, zlib.crc32(name.encode()), NOISE
-    examples = make_examples(tokenized[:limit], task, tokenizer, cfg, *seeds)
+    examples = make_examples(chunks[:limit], task, tokenizer, cfg, *seeds)
     limits = cfg.data.inputs_length, cfg.data.targets_length
     size = cfg.train.batch_size
     rows = [[example] for example in examples] + [[]] * (-len(examples) % size)
@@ -735,7 +738,7 @@ def texts_of(documents: list[dict], task: Task) -> list:
 
 
 def read_window(records: Iterator, characters: int, task, tokenizer, cfg) -> tuple:
-    """Read so many characters of read_documents. Return (tokenized documents, end).
+    """Read so many characters of read_documents. Return (chunks, end).
 
     end: (file, number) of the last record, or None after the last one of the source.
     """

@@ -30,7 +30,7 @@ import optax
 from jax import Array, P, lax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
-from jax.tree_util import keystr
+from jax.tree_util import DictKey, keystr
 from tqdm import tqdm
 
 import configs
@@ -98,7 +98,7 @@ def relative_update(path: tuple, u: Array, w: Array) -> Array:
 
     T5X has an array for each layer. Here they are stacked, so each layer has its own RMS.
     """
-    axes = tuple(range(1 if "['layers']" in keystr(path) else 0, u.ndim))
+    axes = tuple(range(1 if DictKey("layers") in path else 0, u.ndim))
 
     def rms(x):
         return jnp.sqrt(jnp.mean(x * x, axis=axes, keepdims=True))
