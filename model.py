@@ -331,9 +331,8 @@ def encode(
 
     x = embed_tokens(params, inputs, arch, rng_embed)
     x = apply_layers(layer, x, "encoder", params, arch, rng_layers)
-    return dropout(
-        rms_norm(x, params["encoder"]["norm"]), arch.dropout, rng_out, broadcast_axis=None
-    )
+    x = rms_norm(x, params["encoder"]["norm"])
+    return dropout(x, arch.dropout, rng_out, broadcast_axis=None)
 
 
 def decoder_layer(

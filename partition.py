@@ -165,7 +165,7 @@ def lock(run_dir: Path):
 #     shards-00001-of-00002.msgpack    the parts of the arrays that process 1 writes
 #     complete                         the number of shard files, written last
 #
-# A shard file begins with a checksum, headers and the data state, from which data.Batches
+# A shard file begins with a checksum, headers, and the position from which data.Batches
 # continues. A header has the name, shape and dtype of its array, its bounds [start, stop]
 # in each dimension, and offset and checksum of its data, which follow the headers.
 #
@@ -179,7 +179,7 @@ def shard_file(folder: Path, process: int, processes: int) -> Path:
 
 
 def write_shards(path: Path, arrays: Any, data_position: Any) -> None:
-    """Write the shards that this process has to write, and the state of the data."""
+    """Write the shards that this process has to write, and the position in the data."""
     headers, shards, offset = [], [], 0
     for name, array in sorted(flatten(arrays).items()):
         # Devices can hold copies of a shard, which JAX numbers. Every process chooses the
@@ -197,7 +197,7 @@ def write_shards(path: Path, arrays: Any, data_position: Any) -> None:
     for header, content in zip(headers, contents):
         header |= {"offset": offset, "crc32": zlib.crc32(content)}
         offset += content.nbytes
-    head = msgpack.packb({"shards": headers, "state": data_position})
+    head = msgpack.packb({"shards": headers, "data_position": data_position})
     with path.open("wb") as file:
         file.write(msgpack.packb([zlib.crc32(head), head]))
         file.writelines(contents)
@@ -217,7 +217,7 @@ def damaged_error(path: Path) -> UserError:
 
 
 def read_headers(folder: Path) -> tuple[dict[str, list], Any]:
-    """Return {array name: headers of its shards}, and the state of the data."""
+    """Return {array name: headers of its shards}, and the position in the data."""
     headers = {}
     complete = (folder / "complete").read_text()
     if not re.fullmatch("[1-9][0-9]*", complete):
@@ -237,7 +237,7 @@ def read_headers(folder: Path) -> tuple[dict[str, list], Any]:
         for header in head["shards"]:
             location = {"file": path, "offset": unpacker.tell() + header["offset"]}
             headers.setdefault(header["name"], []).append(header | location)
-    return headers, head["state"]  # All files have the same state.
+    return headers, head["data_position"]  # All files have the same one.
 
 
 def read_shard(header: dict) -> np.ndarray:

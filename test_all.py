@@ -1603,7 +1603,7 @@ def test_a_vocabulary_is_trained_on_the_training_texts(tmp_path):
 
 def test_the_command_shows_rows_and_lists_tasks(mixture, byte_run):
     shown = run(f"data --data.task a --init_from {byte_run}")
-    assert re.search(r"^inputs\n    \d+x", shown, re.MULTILINE)
+    assert re.search(r"^inputs\n(    \d+x.*\n)+targets\n", shown, re.MULTILINE)
     assert "0.00% of the inputs are unknown" in shown
     shown = run("data --data.task abc --list")
     assert "glue_rte_v002" in shown and re.search(r"^b +2 +jsonl:", shown, re.MULTILINE)
