@@ -255,8 +255,7 @@ def load_recipe(name: str) -> Config:
     """
     global VOCABULARY
     if not name.endswith(".py"):
-        if name not in RECIPES:
-            load_extras()
+        load_extras()
         if name not in RECIPES:
             raise UserError(f"There is no recipe {name}, but {', '.join(RECIPES)}.")
         return RECIPES[name]

@@ -427,14 +427,20 @@ class Cursor(NamedTuple):
     total: int = 0  # examples of the task so far
 
 
-def read_windows(task, files, tokenizer, cfg, size: int, cursor: Cursor) -> Iterator:
-    """Yield (chunks of a window, the Cursor of the next window)."""
+def read_windows(task, files, tokenizer, cfg, size: int, cursor=Cursor()) -> Iterator:
+    """Yield (chunks of `size` characters, the Cursor of the next window)."""
     for epoch in itertools.count(cursor.epoch):
         records = read_documents(files, task, cfg, (cursor.file, cursor.record))
         while cursor.epoch == epoch:
-            chunks, end = read_window(records, size, task, tokenizer, cfg)
-            cursor = Cursor(epoch, *end) if end else Cursor(epoch + 1)
-            yield chunks, cursor
+            window, missing = [], size
+            cursor = Cursor(epoch + 1)  # if the records end before the window is full
+            for documents, end, characters in records:
+                window += documents
+                missing -= characters
+                if missing <= 0:
+                    cursor = Cursor(epoch, *end)
+                    break
+            yield cut_documents(tokenize(window, task, tokenizer), task, cfg.data), cursor
 
 
 def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iterator:
@@ -569,11 +575,11 @@ def batches_of_split(
 ) -> list[Batch]:
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
-    records = read_documents(files, task, cfg)
-    chunks, unread = [], True
-    while unread and (limit is None or len(chunks) < limit):
-        more, unread = read_window(records, 1 << 18, task, tokenizer, cfg)
-        chunks += more
+    chunks = []
+    for window, next_window in read_windows(task, files, tokenizer, cfg, 1 << 18):
+        chunks += window
+        if next_window.epoch or (limit and len(chunks) >= limit):
+            break
     seeds = cfg.train.seed, zlib.crc32(name.encode()), NOISE
     examples = make_examples(chunks[:limit], task, tokenizer, cfg, *seeds)
     limits = cfg.data.inputs_length, cfg.data.targets_length
@@ -737,22 +743,6 @@ def texts_of(documents: list[dict], task: Task) -> list:
     return [document[name] for document in documents for name in names]
 
 
-def read_window(records: Iterator, characters: int, task, tokenizer, cfg) -> tuple:
-    """Read so many characters of read_documents. Return (chunks, end).
-
-    end: (file, number) of the last record, or None after the last one of the source.
-    """
-    window = []
-    for documents, end, size in records:
-        window += documents
-        characters -= size
-        if characters <= 0:
-            break
-    else:
-        end = None
-    return cut_documents(tokenize(window, task, tokenizer), task, cfg.data), end
-
-
 def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
     """Return the ids of each text or pair. Lists of ids lose their padding and EOS."""
     values = texts_of(documents, task)
@@ -782,12 +772,11 @@ TASKS |= {
     "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", objective=SPAN_CORRUPTION),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", objective=PREFIX_LM),
 }
+configs.load_extras()  # adds the tasks and mixtures of T5 and T0
 
 
 def mixture_rates(name: str, cfg: Config) -> dict[str, float]:
     """Return the rate of each task of a mixture. A task of rate 0 is only evaluated."""
-    if name not in {**TASKS, **MIXTURES} and ":" not in name:
-        configs.load_extras()
     if name not in MIXTURES:
         return {name: 1.0}
     rates = Counter()
@@ -816,11 +805,9 @@ def eval_tasks(cfg: Config, names: str = "") -> list[str]:
 def find_task(name: str, cfg: Config) -> Task:
     """Return a task by name, or that of pairs in a source such as jsonl:a.jsonl."""
     if name not in TASKS and ":" not in name:
-        configs.load_extras()
-        if name not in TASKS:
-            from extras import t5_tasks
+        from extras import t5_tasks
 
-            return t5_tasks.p3_task(name, cfg)
+        return t5_tasks.p3_task(name, cfg)
     task = TASKS.get(name, Task(name))
     if name == cfg.data.task and cfg.data.source:
         task = task._replace(source=cfg.data.source, splits=Task().splits)
@@ -878,7 +865,6 @@ def main() -> None:
     options = configs.parse(Options)
     cfg = options.cfg
     if options.list:
-        configs.load_extras()
         print("tasks", *TASKS, "mixtures", *MIXTURES, sep="\n  ")
         for name, rate in mixture_rates(cfg.data.task, cfg).items():
             print(f"{name:40}{rate:14,.6g}  {find_task(name, cfg).source}")

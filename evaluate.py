@@ -102,9 +102,7 @@ def held_out_example(params, cfg: Config, batch: data.Batch, tokenizer) -> str:
 # ---- metrics on generated text ---------------------------------------------------------
 
 
-def read_pairs(
-    name: str, split: str, cfg: Config, limit: int | None = None
-) -> list[dict]:
+def read_pairs(name: str, split: str, cfg: Config, limit=None) -> list[dict]:
     """Return the examples of a split, with the texts inputs and targets."""
     examples = list(itertools.islice(data.read_task(name, split, cfg), limit))
     if not examples or "targets" not in examples[0]:
@@ -136,21 +134,15 @@ def all_answers(example: dict) -> list[str]:
     return [answers] if isinstance(answers, str) else list(answers)
 
 
-def metric_functions(task: data.Task) -> list:
-    """Return the metrics of a task, or accuracy if it has none."""
+def compute_metrics(task: data.Task, examples, targets, outputs) -> tuple[dict, list]:
+    """Return the metrics, such as {"accuracy": 50.0}, and a line for each example.
+
+    A line is the example with the fields output, target and prediction. The metrics of a
+    task are functions, or names of functions; if it has none, accuracy counts.
+    """
     functions = [METRICS.get(x, x) for x in task.metrics or ("accuracy",)]
     if unknown := [x for x in functions if isinstance(x, str)]:
         raise UserError(f"There is no metric {unknown}, but {', '.join(METRICS)}.")
-    return functions
-
-
-def compute_metrics(
-    task: data.Task, examples, targets, outputs
-) -> tuple[dict, list[dict]]:
-    """Return the metrics, such as {"accuracy": 50.0}, and a line for each example.
-
-    A line is the example with the fields output, target and prediction.
-    """
     lines, metrics = [], {}
     for example, target, output in zip(examples, targets, outputs):
         target = postprocess(task, target, example, True)
@@ -158,7 +150,7 @@ def compute_metrics(
         added = {"output": output, "target": target, "prediction": prediction}
         lines.append(example | added)
     targets, predictions = ([x[key] for x in lines] for key in ("target", "prediction"))
-    for function in metric_functions(task):
+    for function in functions:
         values = function(targets, predictions)
         if not isinstance(values, dict):
             raise UserError(f"A metric must return a dict of numbers, not {values!r}.")
@@ -235,16 +227,11 @@ def answer_choices(name: str, task: data.Task, number: int, example: dict) -> li
             f"one of its choices, and these must differ. Its choices, of the field "
             f"answer_choices or of the task, are {texts}."
         )
-    return [
-        example
-        | {
-            "targets": text,
-            "idx": (number, i),
-            "is_correct": folded[i] == target,
-            "weight": 1.0,
-        }
-        for i, text in enumerate(texts)
-    ]
+    choices = []
+    for i, text in enumerate(texts):
+        choice = {"targets": text, "idx": (number, i), "is_correct": folded[i] == target}
+        choices.append(example | choice | {"weight": 1.0})
+    return choices
 
 
 def group_choices(indices: list[tuple[int, int]]) -> list[list[int]]:

@@ -86,7 +86,7 @@ def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, b
         cross_kv = model.keys_values(w["cross_attention"], encoded, arch)
         B, H, _, C = cross_kv[0].shape
         empty = jnp.zeros((B, H, length * beams, C), encoded.dtype)
-        empty = constrain(empty, "batch", "heads", None, None)
+        empty = constrain(empty, "batch", "heads")
         cache.append([empty, empty])
         fixed.append((w, cross_kv, bias))
     return cache, fixed
@@ -143,9 +143,7 @@ def start_outputs(B: int, N: int, T: int) -> SamplingState:
     return SamplingState(jnp.zeros((B, N, T), jnp.int32), zeros, zeros > 0)
 
 
-def append_ids(
-    state: SamplingState, log_probs: Array, t, *, decode_cfg, rngs
-) -> SamplingState:
+def append_ids(state, log_probs: Array, t, *, decode_cfg, rngs) -> SamplingState:
     """Append the most probable id, or a random one, by the log_probs [B, N, V]."""
     if decode_cfg.do_sample:
         ids = sample(log_probs, t, decode_cfg, rngs)
@@ -240,9 +238,7 @@ def length_penalty(tokens, decode_cfg: DecodeConfig):
     return base**decode_cfg.alpha
 
 
-def extend_beams(
-    state: BeamState, log_probs: Array, t, *, decode_cfg: DecodeConfig
-) -> BeamState:
+def extend_beams(state: BeamState, log_probs: Array, t, *, decode_cfg) -> BeamState:
     """Extend the live beams by the ids of position t. log_probs: [B, N, V]."""
     B, N, V = log_probs.shape
     T = state.ids.shape[-1]
@@ -335,7 +331,7 @@ def generate(
             params, arch, ids, t, cache, fixed, input_segments, ancestors
         )
         # Each device chooses ids for its own rows, from the whole vocabulary.
-        logits = constrain(logits, "batch", None, None)
+        logits = constrain(logits, "batch")
         return t + 1, extend(state, jax.nn.log_softmax(logits), t), cache
 
     _, state, _ = lax.while_loop(unfinished, decode_position, (0, state, cache))
@@ -361,9 +357,7 @@ def mean_embeddings(params: dict, batch: data.Batch, arch: ModelConfig) -> Array
 # ---- batches of examples ---------------------------------------------------------------
 
 
-def window_size(cfg: Config) -> int:
-    """Return how many examples are sorted by length at a time: those of 16 batches."""
-    return 16 * cfg.decode.batch_size
+SORTED_BATCHES = 16  # how many batches of examples are sorted by length at a time
 
 
 class Request(NamedTuple):
@@ -382,7 +376,7 @@ def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
     examples = iter(examples)
     size = cfg.decode.batch_size
     with tqdm(desc=mode, unit=" examples", leave=False, disable=None) as bar:
-        while window := list(itertools.islice(examples, window_size(cfg))):
+        while window := list(itertools.islice(examples, SORTED_BATCHES * size)):
             order = sorted(range(len(window)), key=lambda i: len(window[i].inputs))
             results = {}
             for start in range(0, len(order), size):
@@ -450,11 +444,9 @@ def fill_blanks(inputs: Iterable, targets: Iterable, tokenizer) -> str:
     sentinel = r"<extra_id_(\d+)>"
     _, *parts = re.split(sentinel, tokenizer.decode(targets))
     answers = {i: f" [{text.strip()}] " for i, text in zip(parts[::2], parts[1::2])}
-
-    def fill(match):
-        return answers.get(match[1], " ____ ")
-
-    return " ".join(re.sub(sentinel, fill, tokenizer.decode(inputs)).split())
+    parts = re.split(sentinel, tokenizer.decode(inputs))
+    parts[1::2] = [answers.get(i, " ____ ") for i in parts[1::2]]
+    return " ".join("".join(parts).split())
 
 
 # ---- the model of a run ----------------------------------------------------------------
@@ -598,7 +590,7 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     if partition.is_main_process():
         digest = job_digest(options, step, tokenizer)
         file = open(f"{options.output}.{digest}.partial", "a+b")
-        done = skip_answered(file, examples, window_size(cfg))
+        done = skip_answered(file, examples, SORTED_BATCHES * cfg.decode.batch_size)
     done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
     if done:
         configs.print_once(f"{done:,} answers of a killed command are there already.")

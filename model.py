@@ -73,9 +73,9 @@ def param_table(arch: ModelConfig) -> dict:
     }
     up = Param((D, F), ("embed", "mlp"), "truncated_normal", D**-0.5)
     down = Param((F, D), ("mlp", "embed"), "truncated_normal", F**-0.5)
-    feed_forward = {"norm": norm, "up": up, "down": down}
+    ffn = {"norm": norm, "up": up, "down": down}
     if arch.activation.startswith("gated_"):
-        feed_forward["gate"] = up
+        ffn["gate"] = up
 
     def stacked(depth, layer):
         def add_axis(p):
@@ -83,12 +83,8 @@ def param_table(arch: ModelConfig) -> dict:
 
         return {"layers": jax.tree.map(add_axis, layer), "norm": norm, **per_stack}
 
-    in_encoder = {"attention": attn | per_layer, "mlp": feed_forward}
-    in_decoder = {
-        "self_attention": attn | per_layer,
-        "cross_attention": attn,
-        "mlp": feed_forward,
-    }
+    in_encoder = {"attention": attn | per_layer, "mlp": ffn}
+    in_decoder = {"self_attention": attn | per_layer, "cross_attention": attn, "mlp": ffn}
     table = {
         "embed": Param((V, D), ("vocab", "embed"), "normal"),
         "encoder": stacked(arch.num_layers, in_encoder),
@@ -125,6 +121,8 @@ def init_params(arch: ModelConfig, rng: Array) -> dict:
 
 # ---- building blocks -------------------------------------------------------------------
 
+Rng = Array | None  # a random key for dropout, or None for no dropout
+
 
 def rms_norm(x: Array, scale: Array) -> Array:
     """Divide vectors by their root mean square, and multiply by a learned scale [D].
@@ -136,9 +134,7 @@ def rms_norm(x: Array, scale: Array) -> Array:
     return y.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def dropout(
-    x: Array, rate: float, rng: Array | None, broadcast_axis: int | None = 1
-) -> Array:
+def dropout(x: Array, rate: float, rng: Rng, broadcast_axis: int | None = 1) -> Array:
     """Set random entries of x to zero, and scale up the others. Without rng, return x.
 
     T5 has dropout at both ends of encoder and decoder, on the probabilities of attention,
@@ -152,18 +148,18 @@ def dropout(
     return x * (keep.astype(x.dtype) / (1 - rate))
 
 
-def split_rng(rng: Array | None, n: int):
-    """Split a random key into n. None, which means no dropout, gives n Nones."""
+def split_rng(rng: Rng, n: int):
+    """Split a random key into n. None gives n Nones."""
     return (None,) * n if rng is None else jax.random.split(rng, n)
 
 
 # ---- attention -------------------------------------------------------------------------
-# encode, decode                  make masks, and for each layer a function `attend`
-#   make_attend                   returns it; each device has its own rows and heads
-#     position_bias               looks up a learned bias for the bucket of each distance
-#     dot_product_attention       softmax(q k^T + bias) v
-#   encoder_layer, decoder_layer  norms, attention, MLP and residuals
-#     attention                   projects to heads, calls `attend`, and projects back
+# encode, decode              make masks, and for each layer a function `attend`
+#   make_attend               returns it; each device has its own rows and heads
+#     position_bias           looks up a learned bias for the bucket of each distance
+#     dot_product_attention   softmax(q k^T + bias) v
+#   attention                 normalizes, projects to heads, attends, projects back
+#   mlp                       normalizes, and applies the MLP
 
 KV = tuple[Array, Array]  # the keys and values of all heads, both [B, H, K, C]
 
@@ -177,14 +173,12 @@ def relative_bucket(
     exponentially up to relative_max_distance. In the encoder (bidirectional), half of
     the buckets are for later keys. In the decoder, later keys are masked.
     """
-    num_buckets = arch.relative_buckets
-    offset = 0
+    num_buckets, offset = arch.relative_buckets, 0
+    distance = np.maximum(-relative_position, 0)
     if bidirectional:
         num_buckets //= 2
         offset = (relative_position > 0) * num_buckets
         distance = np.abs(relative_position)
-    else:
-        distance = np.maximum(-relative_position, 0)
     max_exact = num_buckets // 2
     # Like T5X, compute in float32 and add a small epsilon. With other rounding, some
     # distances would be in the next bucket.
@@ -215,9 +209,7 @@ def position_bias(
     return jnp.einsum("hr,rqk->hqk", relative_bias.astype(jnp.float32), one_hot)
 
 
-def attention_mask(
-    query_segments: Array, key_segments: Array, causal: bool = False
-) -> Array:
+def attention_mask(query_segments: Array, key_segments: Array, causal=False) -> Array:
     """Return a mask [B, 1, Q, K] that is 1 where a query may attend to a key.
 
     A query attends only to keys of its own example. The segments number the examples of a
@@ -259,59 +251,45 @@ def keys_values(w: dict, x: Array, arch: ModelConfig) -> KV:
 
 
 def attention(
-    w: dict, x: Array, kv: KV, attend: Callable, arch: ModelConfig, rng=None
+    w: dict, x: Array, attend: Callable, arch: ModelConfig, rng=None, kv: KV | None = None
 ) -> Array:
-    """Compute multi-head attention for normalized activations x [B, Q, D].
+    """Normalize activations x [B, Q, D], and compute multi-head attention.
 
-    kv: the keys and values of x, or in cross-attention of the encoder's output.
     attend: a function (q, k, v), such as those that `make_attend` returns.
+    kv: in cross-attention, the keys and values of the encoder's output.
     """
     rng_probs, rng_out = split_rng(rng, 2)
+    x = rms_norm(x, w["norm"])
+    k, v = kv or keys_values(w, x, arch)
     q = split_heads(dense(x, w["query"]), arch)
-    k, v = kv
     # T5 drops a key for all queries of a head at once. Setting the value of this key to
     # zero has the same effect as dropping the probability, and needs a smaller mask.
     v = dropout(v, arch.dropout, rng_probs, broadcast_axis=3)
     attended = attend(q, k, v).swapaxes(1, 2).reshape(*x.shape[:2], -1)
-    out = dense(attended, w["out"])
-    return dropout(constrain(out, "batch", None, None), arch.dropout, rng_out)
+    return dropout(constrain(dense(attended, w["out"]), "batch"), arch.dropout, rng_out)
 
 
-def mlp(w: dict, x: Array, arch: ModelConfig, rng: Array | None = None) -> Array:
-    """Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down."""
+def mlp(w: dict, x: Array, arch: ModelConfig, rng: Rng = None) -> Array:
+    """Normalize x. Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down."""
     rng_hidden, rng_out = split_rng(rng, 2)
+    x = rms_norm(x, w["norm"])
     # Like T5X, jax.nn.gelu computes the tanh approximation of GELU.
     activation = getattr(jax.nn, arch.activation.removeprefix("gated_"))
     up = dense(x, w["up"])
     # T5 1.1 has a gate (Shazeer 2020), T5 1.0 has none.
     hidden = activation(dense(x, w["gate"])) * up if "gate" in w else activation(up)
     hidden = dropout(constrain(hidden, "batch", None, "mlp"), arch.dropout, rng_hidden)
-    out = dense(hidden, w["down"])
-    return dropout(constrain(out, "batch", None, None), arch.dropout, rng_out)
+    return dropout(constrain(dense(hidden, w["down"]), "batch"), arch.dropout, rng_out)
 
 
 # ---- encoder and decoder ---------------------------------------------------------------
 
 
-def embed_tokens(
-    params: dict, ids: Array, arch: ModelConfig, rng: Array | None = None
-) -> Array:
+def embed_tokens(params: dict, ids: Array, arch: ModelConfig, rng: Rng = None) -> Array:
     """Look up the embedding vector of each token id [B, Q]. T5 does not scale them."""
     # Cast after the lookup: the gradient sums over the occurrences of a token in float32.
     x = params["embed"][ids].astype(resolve_auto(arch).dtype)
-    return dropout(constrain(x, "batch", None, None), arch.dropout, rng)
-
-
-def encoder_layer(
-    w: dict, x: Array, attend: Callable, arch: ModelConfig, rng=None
-) -> Array:
-    """Apply self-attention and MLP to activations [B, S, D]."""
-    rng_self, rng_mlp = split_rng(rng, 2)
-    y = rms_norm(x, w["attention"]["norm"])
-    kv = keys_values(w["attention"], y, arch)
-    x += attention(w["attention"], y, kv, attend, arch, rng_self)
-    y = rms_norm(x, w["mlp"]["norm"])
-    return x + mlp(w["mlp"], y, arch, rng_mlp)
+    return dropout(constrain(x, "batch"), arch.dropout, rng)
 
 
 def encode(
@@ -327,7 +305,9 @@ def encode(
     def layer(w, x, rng):
         relative_bias = relative_bias_of(params["encoder"], w["attention"], arch)
         attend = make_attend(mask, arch, relative_bias, bidirectional=True)
-        return encoder_layer(w, x, attend, arch, rng)
+        rng_self, rng_mlp = split_rng(rng, 2)
+        x += attention(w["attention"], x, attend, arch, rng_self)
+        return x + mlp(w["mlp"], x, arch, rng_mlp)
 
     x = embed_tokens(params, inputs, arch, rng_embed)
     x = apply_layers(layer, x, "encoder", params, arch, rng_layers)
@@ -344,13 +324,9 @@ def decoder_layer(
     the keys and values of earlier tokens.
     """
     rng_self, rng_cross, rng_mlp = split_rng(rng, 3)
-    y = rms_norm(x, w["self_attention"]["norm"])
-    kv = keys_values(w["self_attention"], y, arch)
-    x += attention(w["self_attention"], y, kv, attend, arch, rng_self)
-    y = rms_norm(x, w["cross_attention"]["norm"])
-    x += attention(w["cross_attention"], y, cross_kv, cross_attend, arch, rng_cross)
-    y = rms_norm(x, w["mlp"]["norm"])
-    return x + mlp(w["mlp"], y, arch, rng_mlp)
+    x += attention(w["self_attention"], x, attend, arch, rng_self)
+    x += attention(w["cross_attention"], x, cross_attend, arch, rng_cross, cross_kv)
+    return x + mlp(w["mlp"], x, arch, rng_mlp)
 
 
 def decode(params: dict, batch, encoded: Array, arch: ModelConfig, rng=None) -> Array:
@@ -446,11 +422,10 @@ def loss_sums(
     loss_weights [B, T]: 1 for the tokens that count, else 0.
     """
     if resolve_auto(cfg.model).loss_impl == "chunked":
-        from extras import chunked_loss
+        from extras.chunked_loss import chunked_sums  # the same result, with less memory
 
         name = "embed" if cfg.model.tied else "unembed"
-        compute = chunked_loss.chunked_sums  # the same result, with less memory
-        return compute({name: params[name]}, x, targets, loss_weights, cfg)
+        return chunked_sums({name: params[name]}, x, targets, loss_weights, cfg)
     logits = compute_logits(params, x, cfg.model)
     losses = cross_entropy(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
     sums = {name: jnp.sum(loss * loss_weights) for name, loss in losses.items()}
@@ -534,21 +509,18 @@ def make_attend(
         return attend(q, k, v, mask, bias)
 
     by_head = spec(("batch", "heads"))
-    in_specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
-    sharded = jax.shard_map(
-        on_device, in_specs=in_specs, out_specs=by_head, check_vma=False
-    )
+    specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
+    sharded = jax.shard_map(on_device, in_specs=specs, out_specs=by_head, check_vma=False)
     return lambda q, k, v: sharded(q, k, v, mask, relative_bias)
 
 
 # What the forward pass saves for the backward pass, which recomputes everything else.
 # The kernels in extras/ give the name "attended" to their outputs.
 save_attention = policies.save_only_these_names("attended")
+save_products = policies.dots_with_no_batch_dims_saveable
 REMAT_POLICIES = {
     "none": policies.everything_saveable,
-    "dots": policies.save_from_both_policies(
-        policies.dots_with_no_batch_dims_saveable, save_attention
-    ),
+    "dots": policies.save_from_both_policies(save_products, save_attention),
     "full": save_attention,
 }
 

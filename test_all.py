@@ -1191,9 +1191,8 @@ def test_rows_are_packed_together_until_their_longer_sides_are_full(mixture, mon
 def test_a_window_ends_after_so_many_characters(tmp_path):
     row, task = {"inputs": "x" * 900, "targets": ""}, data.Task()
     files = data.source_files(write_jsonl(tmp_path / "a", [row] * 9), "test", BYTES)
-    records = data.read_documents(files, task, BYTES)
-    window, end = data.read_window(records, 3000, task, TOKENIZER, BYTES)
-    assert len(window) == 3 and end == (0, 3)
+    chunks, end = next(data.read_windows(task, files, TOKENIZER, BYTES, 3000))
+    assert len(chunks) == 3 and end == data.Cursor(epoch=0, file=0, record=3)
 
 
 def test_a_batch_is_a_part_of_an_order_of_rows(mixture):
