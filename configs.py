@@ -381,12 +381,12 @@ def run_dir_of(source):
     return path.parent.parent if (path / "complete").exists() else path
 
 
-def load_run(run_dir: str) -> tuple[Config, dict]:
-    """Return the Config of a run, and the metadata that save_run stored with it."""
-    path = to_path(run_dir) / "config.json"
+def load_run(source: str) -> tuple[Config, dict]:
+    """Return the Config of a run or checkpoint, and the metadata stored with it."""
+    path = run_dir_of(source) / "config.json"
     stored = json.loads(path.read_text()) if path.exists() else {}
     if "settings" not in stored:
-        raise UserError(f"{run_dir} is not a run. convert.py makes one of other formats.")
+        raise UserError(f"{source} is not a run. convert.py makes one of other formats.")
     sections = {}
     for name, values in stored["settings"].items():
         Section = Config.__dataclass_fields__[name].type

@@ -402,10 +402,15 @@ def hf_config(arch: ModelConfig) -> dict[str, Any]:
 def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndarray]:
     """Leave one copy of the embedding, and an output layer only if the model is untied.
 
-    The model is tied if its output layer is the embedding and its logits are scaled by
-    d_model^-0.5. Otherwise lm_head.weight is kept, times this scale if there is one. In
-    transformers 4, tie_word_embeddings means both. In version 5, which counts here, it is
-    the scale alone (mT5 never scales), unless scale_decoder_outputs says otherwise.
+        lm_head.weight               logits times d_model^-0.5    result
+        missing, or the embedding    yes                          tied
+        missing, or the embedding    no                           untied
+        anything else                yes                          untied, and multiplied
+        anything else                no                           untied
+
+    In transformers 4, tie_word_embeddings means that the model is tied. In version 5,
+    which counts here, it is the scale alone (mT5 never scales), unless
+    scale_decoder_outputs says otherwise.
     """
     copies = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
     # T5 1.0 was published with a table that its cross-attention does not use.
@@ -538,7 +543,7 @@ def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int
         spec = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.serialized)
         if spec.trainer_spec.model_type != 1 or spec.trainer_spec.byte_fallback:
             raise UserError(
-                "The vocabulary is not a unigram model, or falls back to bytes, for which "
+                "The vocabulary is not a unigram model, or falls back to bytes: for it, "
                 "transformers has other ids. Without spiece.model, weights are converted."
             )
         config["tokenizer_class"] = "T5Tokenizer"
@@ -561,8 +566,8 @@ def is_run(source: Path) -> bool:
 
 def read_run(source: Path, step: str) -> Run:
     """Read all arrays of a checkpoint."""
+    cfg, _ = configs.load_run(source)
     run_dir = configs.run_dir_of(source)
-    cfg, _ = configs.load_run(run_dir)
     if source == run_dir:
         source = partition.Checkpoints(run_dir).path(
             partition.resolve_step(run_dir, step)
@@ -594,7 +599,7 @@ def read_model(source: Path, step: str = "latest") -> Run:
             tree = read_t5x(source)
         else:
             raise UserError(
-                f"{source} is not a run, no Hugging Face folder (config.json and weights), "
+                f"{source} is no run, no Hugging Face folder (config.json and weights), "
                 f"no T5X folder checkpoint_N, and no prefix of a TensorFlow checkpoint."
             )
         folders.append(source.parent)  # The Gin file and the vocabulary may be there.

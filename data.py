@@ -116,12 +116,17 @@ class Tokenizer:
         return (ids > EOS) & ((ids > last) | (ids <= last - self.extra_ids))
 
 
-def load_tokenizer(cfg: Config, run_dir: str | None = None) -> Tokenizer:
-    """Return the recipe's own VOCABULARY, or that of a run, or that of cfg.data.vocab."""
-    vocab = cfg.data.vocab
-    for name in ("spiece.model", "tokenizer.json") if run_dir else ():
-        if (path := configs.to_path(run_dir) / name).exists():
-            vocab = str(path)
+def load_tokenizer(cfg: Config, source: str = "") -> Tokenizer:
+    """Return the recipe's own VOCABULARY, or that of a run, or that of cfg.data.vocab.
+
+    source: a run or checkpoint, or "".
+    """
+    vocab, metadata = cfg.data.vocab, {}
+    if source:
+        _, metadata = configs.load_run(source)
+        for name in ("spiece.model", "tokenizer.json"):
+            if (path := configs.run_dir_of(source) / name).exists():
+                vocab = str(path)
     kind, _, size = vocab.partition(":")
     if configs.VOCABULARY or not (kind == "train" or vocab.endswith(".model")):
         from extras import vocabularies
@@ -134,9 +139,8 @@ def load_tokenizer(cfg: Config, run_dir: str | None = None) -> Tokenizer:
             tokenizer = Tokenizer(file.read(), cfg.data.extra_ids)
     if tokenizer.size > cfg.model.vocab_size:
         raise UserError(f"This vocabulary needs --model.vocab_size {tokenizer.size}.")
-    metadata = configs.load_run(run_dir)[1] if run_dir else {}
     if tokenizer.sha256 != metadata.get("vocabulary", tokenizer.sha256):
-        raise UserError(f"{run_dir} has another vocabulary than at its beginning.")
+        raise UserError(f"{source} has another vocabulary than at its beginning.")
     return tokenizer
 
 
@@ -362,16 +366,16 @@ def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     which the free fractions of inputs and targets are then most similar, or to a new row.
     """
     share = sizes / limits
-    rows = int(np.ceil(share.sum(axis=0)).max())  # fewer cannot hold all tokens
+    num_rows = int(np.ceil(share.sum(axis=0)).max())  # fewer cannot hold all tokens
     free = np.tile(limits, (len(sizes), 1)).T  # [2, N]: at most a row for each example
     row_of = np.zeros(len(sizes), int)
     for i in np.argsort(-share.sum(axis=1), kind="stable").tolist():
-        inputs, targets = free[:, :rows] - sizes[i, :, None]  # what would be left
+        inputs, targets = free[:, :num_rows] - sizes[i, :, None]  # what would be left
         fits = (inputs >= 0) & (targets >= 0)
         difference = np.abs(inputs / limits[0] - targets / limits[1])
         r = np.where(fits, difference, np.inf).argmin()
         if not fits[r]:
-            r, rows = rows, rows + 1
+            r, num_rows = num_rows, num_rows + 1
         row_of[i] = r
         free[:, r] -= sizes[i]
     return row_of
@@ -488,7 +492,7 @@ def print_statistics(packed: Batch, sizes: np.ndarray, limits: tuple[int, int]) 
 
 
 class Batches(Iterator):
-    """Iterate over the batches of training, from a position that an earlier run has saved.
+    """Iterate over the batches of training, from a position that an earlier run saved.
 
     Many rows are packed at once, so that they are full even if batches are small, but not
     across the end of an epoch of a task: so all its examples are used equally often.
@@ -535,7 +539,7 @@ class Batches(Iterator):
                 examples.append(example)
                 sizes = map(len, example) if self.cfg.data.pack else self.limits
                 filled += np.divide([*sizes], self.limits)
-            elif examples:
+            elif examples:  # The epoch of a task ends here, and so does the pack.
                 break
         return examples
 
@@ -869,11 +873,9 @@ def main() -> None:
         for name, rate in mixture_rates(cfg.data.task, cfg).items():
             print(f"{name:40}{rate:14,.6g}  {find_task(name, cfg).source}")
         return
-    folder = options.run_dir
     if options.init_from:
-        folder = configs.run_dir_of(options.init_from)
-        cfg = configs.with_network_of(cfg, configs.load_run(folder)[0])
-    tokenizer = load_tokenizer(cfg, folder)
+        cfg = configs.with_network_of(cfg, configs.load_run(options.init_from)[0])
+    tokenizer = load_tokenizer(cfg, options.init_from or options.run_dir)
     batch = next(Batches(cfg, tokenizer))
     for row in itertools.islice(map(Batch, *batch), options.show):
         inputs = "inputs", row.inputs, row.input_segments

@@ -293,8 +293,9 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
     id_pairs = data.encode_pairs(choices, task, tokenizer, cfg)
     groups = group_choices(indices)
     for group in groups:
-        ids = [(tuple(id_pairs[i][1]), correct[i]) for i in group]
-        if len(dict(ids)) < len(set(ids)):
+        right = {tuple(id_pairs[i][1]) for i in group if correct[i]}
+        wrong = {tuple(id_pairs[i][1]) for i in group if not correct[i]}
+        if right & wrong:
             raise UserError(
                 f"{name} has a right and a wrong choice with equal token ids, perhaps as "
                 f"--data.targets_length cuts them: {[texts[i] for i in group]}."

@@ -357,7 +357,7 @@ def mean_embeddings(params: dict, batch: data.Batch, arch: ModelConfig) -> Array
 # ---- batches of examples ---------------------------------------------------------------
 
 
-SORTED_BATCHES = 16  # how many batches of examples are sorted by length at a time
+SORTED_BATCHES = 16  # the batches of a block, in which examples are sorted by length
 
 
 class Request(NamedTuple):
@@ -376,15 +376,15 @@ def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
     examples = iter(examples)
     size = cfg.decode.batch_size
     with tqdm(desc=mode, unit=" examples", leave=False, disable=None) as bar:
-        while window := list(itertools.islice(examples, SORTED_BATCHES * size)):
-            order = sorted(range(len(window)), key=lambda i: len(window[i].inputs))
+        while block := list(itertools.islice(examples, SORTED_BATCHES * size)):
+            order = sorted(range(len(block)), key=lambda i: len(block[i].inputs))
             results = {}
             for start in range(0, len(order), size):
                 indices = order[start : start + size]
-                group = [window[i] for i in indices]
+                group = [block[i] for i in indices]
                 results |= zip(indices, process_batch(params, cfg, group, mode))
                 bar.update(len(indices))
-            yield from (results[i] for i in range(len(window)))
+            yield from (results[i] for i in range(len(block)))
 
 
 def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
@@ -561,15 +561,15 @@ def job_digest(options: "Options", step: int, tokenizer) -> str:
     return f"{zlib.crc32(repr(job).encode()):08x}"
 
 
-def skip_answered(file, examples: Iterator[Request], window: int) -> int:
-    """Lock an unfinished file, cut it after its last complete window, and skip its lines.
+def skip_answered(file, examples: Iterator[Request], block_size: int) -> int:
+    """Lock an unfinished file, cut it after its last complete block, and skip its lines.
 
-    A part of a window is computed again: in another batch, the last digits of scores
+    A part of a block is computed again: in another batch, the last digits of scores
     would change. Returns the number of lines skipped.
     """
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if the same command runs
     file.seek(0)
-    done = sum(text.endswith(b"\n") for text in file) // window * window
+    done = sum(text.endswith(b"\n") for text in file) // block_size * block_size
     file.seek(0)
     for text in itertools.islice(file, done):
         line = next(examples, Request([])).line

@@ -403,7 +403,7 @@ def cross_entropy(
     # The gradient of a lookup would be a scatter, that of this sum is a product.
     target_logit = jnp.sum(jax.nn.one_hot(targets, V) * logits, axis=-1)
     loss = log_z - (on - off) * target_logit - off * jnp.sum(logits, axis=-1) - entropy
-    # An argmax would be another pass over the logits: 4 % of a step, says a TPU's compiler.
+    # An argmax would be another pass over the logits: 4 % of a step on a TPU.
     is_largest = target_logit == jnp.max(logits, axis=-1)
     return {
         "cross_ent_loss": loss,
@@ -531,7 +531,7 @@ def gather_weights(stack_name: str, w: dict, arch: ModelConfig) -> dict:
     `constrain` asks for arrays without that split, so the compiler gathers them.
     """
     table = param_table(arch)[stack_name]["layers"]  # Axis 0 is that of the layers.
-    return jax.tree.map(lambda p, w: constrain(w, *p.axes[1:]), table, w)
+    return jax.tree.map(lambda p, array: constrain(array, *p.axes[1:]), table, w)
 
 
 def apply_layers(

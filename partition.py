@@ -83,7 +83,10 @@ def set_mesh(cfg: Config, devices: list | None = None) -> Mesh:
 
 def platform() -> str:
     """Return "cpu", "gpu" or "tpu", the platform for which the current mesh compiles."""
-    return get_abstract_mesh().abstract_device.platform
+    mesh = get_abstract_mesh()
+    if mesh.empty:
+        raise UserError("There is no mesh yet: call partition.set_mesh(cfg).")
+    return mesh.abstract_device.platform
 
 
 def flatten(tree: Any) -> dict[str, Any]:
@@ -279,7 +282,7 @@ def load_arrays(folder: Path, abstract: Any) -> Any:
     unexpected = [x for x in stored if x.startswith("params/") and x not in wanted]
     if unexpected:
         raise UserError(
-            f"{folder} has arrays that this run has not, such as {unexpected[0]}: use the "
+            f"{folder} has arrays that this run lacks, such as {unexpected[0]}: use the "
             f"settings of the run that wrote the checkpoint."
         )
 

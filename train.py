@@ -292,7 +292,8 @@ def train_loop(
         # JAX computes the step in the background. Reading a metric waits for its result.
         state, metrics = compiled_step(state, partition.put_batch(batch))
         stop_now = must_stop(step)
-        save_now = is_due(train_cfg.save_every, step, step if stop_now else steps)
+        last_step = step if stop_now else steps
+        save_now = is_due(train_cfg.save_every, step, last_step)
         log_now = is_due(train_cfg.log_every, step, steps)
         if log_now or save_now:
             metrics = jax.device_get(metrics)
@@ -430,7 +431,7 @@ class Evaluator:
             )
 
     def run_due(self, step: int, params: dict) -> bool:
-        """Make the evaluations that are due and not in the log. Return if there were any."""
+        """Make the evaluations that are due and not logged. Return if there were any."""
         train_cfg = self.cfg.train
         evaluated = False
         for group, (every, function) in self.groups.items():
@@ -521,8 +522,7 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
         f"compute  {arch.dtype}, attention {arch.attention_impl}, loss {arch.loss_impl}"
     )
     print(f"start    step {step:,}, {checkpoint or 'random weights'}")
-    origin = run_dir if resumes else init_from and configs.run_dir_of(init_from)
-    tokenizer = data.load_tokenizer(cfg, origin)
+    tokenizer = data.load_tokenizer(cfg, run_dir if resumes else init_from)
     data_position = partition.read_headers(checkpoint)[1] if resumes else None
     batches = data.Batches(cfg, tokenizer, data_position)
     partition.check_same((tokenizer.sha256, batches.position["files_crc32"]))
@@ -578,7 +578,7 @@ def parse(argv: list[str] | None = None) -> Options:
     if flags.config or not stored:
         cfg = configs.load_recipe(flags.config or "tiny")
     if init_from:
-        origin = stored if resumes else configs.load_run(configs.run_dir_of(init_from))[0]
+        origin = stored if resumes else configs.load_run(init_from)[0]
         cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.change_settings(options, argv)
