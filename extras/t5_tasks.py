@@ -1,12 +1,13 @@
 """The supervised tasks of T5 (Raffel et al. 2020), the mixtures of T0 (Sanh et al. 2022).
 
-data.py imports this file for the name of a task or mixture that it does not know. Texts,
-label orders, metrics and rates are those of t5/data/{tasks,preprocessors,glue_utils}.py
-and t0/tasks.py. Appendix D of the T5 paper shows an example of each task.
+data.py imports this file. Texts, label orders, metrics and rates are those of
+t5/data/{tasks,preprocessors,glue_utils}.py and t0/tasks.py. Appendix D of the T5 paper
+shows an example of each task.
 
 The sources are the versions of TFDS that T5 names. --data.source hf:nyu-mll/glue:rte
-reads a single task from the Hub. For a mixture, define tasks in a recipe file, such as
-TASKS = {"glue_rte_v002": new["glue_rte_v002"]._replace(source="hf:nyu-mll/glue:rte")}.
+reads a single task from the Hub. For a mixture, define tasks in a recipe file: with
+`import data`, rte = data.TASKS["glue_rte_v002"]._replace(source="hf:nyu-mll/glue:rte")
+and TASKS = {"glue_rte_v002": rte}.
 """
 
 import collections
@@ -22,8 +23,6 @@ from configs import FINETUNE, METRICS, MIXTURES, RECIPES, SIZES, TASKS
 from configs import Config, DataConfig, DecodeConfig, ModelConfig, TrainConfig, UserError
 from data import Task, template
 
-new = {}  # the tasks of this file
-
 # ---- translation and summarization -----------------------------------------------------
 
 LANGUAGES = {"en": "English", "de": "German", "fr": "French", "ro": "Romanian"}
@@ -36,13 +35,13 @@ for name, other in (
     ("wmt_t2t", "de"),
 ):
     for a, b in (("en", other), (other, "en")):
-        new[f"{name}_{a}{b}_v003"] = Task(
+        TASKS[f"{name}_{a}{b}_v003"] = Task(
             f"tfds:{name}_translate/{other}-en:1.0.0",
             template(f"translate {LANGUAGES[a]} to {LANGUAGES[b]}: {{{a}}}", f"{{{b}}}"),
             ("bleu",),
         )
 
-new["cnn_dailymail_v002"] = Task(
+TASKS["cnn_dailymail_v002"] = Task(
     "tfds:cnn_dailymail:3.4.0",
     template("summarize: {article}", "{highlights}"),
     ("rouge",),
@@ -94,7 +93,7 @@ CLASSIFICATION = [
 # fmt: on
 for name, inputs, labels, metrics, *splits in CLASSIFICATION:
     suffix, version = ("v102", "1.0.2") if name.startswith("super") else ("v002", "1.0.0")
-    new[f"{name.replace('/', '_')}_{suffix}"] = Task(
+    TASKS[f"{name.replace('/', '_')}_{suffix}"] = Task(
         f"tfds:{name}:{version}",
         template(inputs, "{label}", labels),
         metrics,
@@ -163,7 +162,7 @@ def format_stsb(example):
     return fill(example | {"label": score})
 
 
-new["glue_stsb_v002"] = Task(
+TASKS["glue_stsb_v002"] = Task(
     "tfds:glue/stsb:1.0.0",
     format_stsb,
     ("pearson_corrcoef", "spearman_corrcoef"),
@@ -196,7 +195,7 @@ def format_squad(example):
     ]
 
 
-new["squad_v010_allanswers"] = Task(
+TASKS["squad_v010_allanswers"] = Task(
     "tfds:squad/v1.1:3.0.0", format_squad, ("squad",), postprocess="answers"
 )
 
@@ -235,7 +234,7 @@ def exact_match(targets, predictions):
     return {"exact_match": 100 * float(np.mean([all(x) for x in questions.values()]))}
 
 
-new["super_glue_multirc_v102"] = Task(
+TASKS["super_glue_multirc_v102"] = Task(
     "tfds:super_glue/multirc:1.0.2",
     format_multirc,
     (multirc_f1, exact_match),
@@ -278,7 +277,7 @@ def record(targets, predictions):
     return METRICS["squad"](*zip(*queries.values()))
 
 
-new["super_glue_record_v102"] = Task(
+TASKS["super_glue_record_v102"] = Task(
     "tfds:super_glue/record:1.0.2", format_record, (record,), (), record_answers
 )
 
@@ -339,10 +338,10 @@ def wsc(text, example, is_target):
 
 
 WSC = "tfds:super_glue/wsc.fixed:1.0.2"
-new["super_glue_wsc_v102_simple_train"] = Task(
+TASKS["super_glue_wsc_v102_simple_train"] = Task(
     WSC, partial(format_wsc, True), splits=("train",)
 )
-new["super_glue_wsc_v102_simple_eval"] = Task(
+TASKS["super_glue_wsc_v102_simple_eval"] = Task(
     WSC, partial(format_wsc, False), ("accuracy",), (), wsc, HELD_OUT
 )
 
@@ -355,7 +354,7 @@ def format_dpr(example):
     ]
 
 
-new["dpr_v001_simple"] = Task(
+TASKS["dpr_v001_simple"] = Task(
     "tfds:definite_pronoun_resolution:1.1.0",
     format_dpr,
     ("accuracy",),
@@ -490,21 +489,16 @@ def score_mixture(datasets: list[str], cfg: Config) -> dict[str, int]:
     return dict.fromkeys(sorted(itertools.chain.from_iterable(found)), 1)
 
 
-# Entries that exist already, such as those of a recipe file, stay.
-TASKS.update(new | TASKS)
-MIXTURES.update(
-    {
-        "glue_v002_proportional": GLUE,
-        "super_glue_v102_proportional": SUPER_GLUE,
-        "t0_train": partial(t0_mixture, T0),
-        "t0+_train": partial(t0_mixture, T0 | T0_GPT_3),
-        "t0++_train": partial(t0_mixture, T0 | T0_GPT_3 | T0_SUPER_GLUE),
-        "t0_train_score_eval": partial(score_mixture, T0),
-        "t0_eval_score_eval": partial(score_mixture, T0_EVALUATION),
-        "bias_fairness_eval_score_eval": partial(score_mixture, T0_BIAS),
-    }
-    | MIXTURES
-)
+MIXTURES |= {
+    "glue_v002_proportional": GLUE,
+    "super_glue_v102_proportional": SUPER_GLUE,
+    "t0_train": partial(t0_mixture, T0),
+    "t0+_train": partial(t0_mixture, T0 | T0_GPT_3),
+    "t0++_train": partial(t0_mixture, T0 | T0_GPT_3 | T0_SUPER_GLUE),
+    "t0_train_score_eval": partial(score_mixture, T0),
+    "t0_eval_score_eval": partial(score_mixture, T0_EVALUATION),
+    "bias_fairness_eval_score_eval": partial(score_mixture, T0_BIAS),
+}
 
 # ---- recipes: add --init_from RUN, a run with published weights ------------------------
 
