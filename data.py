@@ -53,6 +53,108 @@ class Batch(NamedTuple):
     target_segments: np.ndarray
 
 
+# ---- span corruption (Raffel et al. 2020, sections 3.1.4 and 3.3.4) --------------------
+#     tokens   Thank you for inviting me to your party last week
+#     inputs   Thank you <extra_id_0> me to your party <extra_id_1> </s>
+#     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
+
+
+def noise_counts(length: int, data_cfg: DataConfig) -> tuple[int, int]:
+    """Return how many of `length` tokens are noise, and in how many spans.
+
+    Computed in float32 and rounded half to even, as in t5/data/preprocessors.py.
+    """
+    noise = int(np.round(np.float32(length) * np.float32(data_cfg.noise_density)))
+    noise = min(max(noise, 1), length - 1)
+    spans = int(np.round(np.float32(noise) / np.float32(data_cfg.mean_span_length)))
+    return noise, min(max(spans, 1), length - noise)
+
+
+def tokens_per_example(data_cfg: DataConfig) -> int:
+    """Return how many tokens fill the inputs after span corruption: 568 become 512."""
+    for length in itertools.count(3):
+        noise, spans = noise_counts(length, data_cfg)
+        if length - noise + spans + 1 > data_cfg.inputs_length:
+            return length - 1
+
+
+def random_bits(count: int, *seeds: int) -> np.ndarray:
+    """Return random integers of 64 bits, which depend only on the integers `seeds`."""
+    # All versions of NumPy have the same raw bits, but not the same Generator.shuffle.
+    return np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(count)
+
+
+def random_order(count: int, *seeds: int) -> np.ndarray:
+    return np.argsort(random_bits(count, *seeds), kind="stable")
+
+
+def random_segmentation(total: int, parts: int, rows: int, *seeds: int) -> np.ndarray:
+    """Write `total` as a sum of `parts` positive integers, in random ways [rows, parts].
+
+    5 = 1 + 1 + 1 + 1 + 1 becomes 1 + 2 + 2 by a cut at the first and the third plus. The
+    cuts are where random numbers are lowest, so all ways are equally likely.
+    """
+    gaps = random_bits(rows * (total - 1), *seeds).reshape(rows, total - 1)
+    cuts = np.sort(np.argsort(gaps, axis=1)[:, : parts - 1] + 1, axis=1)
+    return np.diff(cuts, axis=1, prepend=0, append=total)
+
+
+def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig, *seeds):
+    """Replace random spans of each row of tokens [rows, length] by sentinels.
+
+    Returns (inputs, targets) without EOS. A row begins with kept tokens and ends with a
+    removed span, and the targets have no last sentinel, as in random_spans_noise_mask
+    and noise_span_to_unique_sentinel of t5 (Figure 2 of the paper shows another form).
+    """
+    rows, length = tokens.shape
+    noise, spans = noise_counts(length, data_cfg)
+    kept = random_segmentation(length - noise, spans, rows, *seeds, length, 0)
+    removed = random_segmentation(noise, spans, rows, *seeds, length, 1)
+    lengths = np.stack([kept, removed], axis=2).ravel()  # kept and removed in turn
+    noise_mask = np.tile([False, True], rows * spans).repeat(lengths).reshape(rows, -1)
+    # In the inputs, a sentinel overwrites the first token of each removed span. In the
+    # targets, it overwrites the kept token before the span.
+    span_starts = noise_mask & ~np.roll(noise_mask, 1, axis=1)
+    before_span = np.roll(span_starts, -1, axis=1)
+    sentinels = np.tile(first_sentinel - np.arange(spans), rows)
+    inputs, targets = tokens.astype(np.int32), tokens.astype(np.int32)
+    inputs[span_starts] = targets[before_span] = sentinels
+    inputs, targets = inputs[~noise_mask | span_starts], targets[noise_mask | before_span]
+    return inputs.reshape(rows, -1), targets.reshape(rows, -1)
+
+
+# ---- objectives: chunks of text become examples (inputs, targets), without EOS ---------
+
+
+def span_corruption(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list[Example]:
+    """Corrupt spans of all chunks. Those of equal length are computed together."""
+    examples = [None] * len(chunks)
+    lengths = np.array([len(ids) for ids in chunks])
+    for length in np.unique(lengths).tolist():
+        here = np.flatnonzero(lengths == length)
+        tokens = np.stack([chunks[i] for i in here])
+        noise, spans = noise_counts(length, data_cfg)
+        inputs, targets = length - noise + spans + 1, noise + spans + 1
+        too_long = inputs > data_cfg.inputs_length or targets > data_cfg.targets_length
+        if spans > tokenizer.extra_ids or too_long:
+            raise UserError(
+                f"{length} tokens need {inputs} inputs, {targets} targets and {spans} "
+                f"of {tokenizer.extra_ids} sentinels: raise --data.targets_length or "
+                f"--data.mean_span_length, or use the task prefix_lm."
+            )
+        sides = corrupt_spans(tokens, tokenizer.first_sentinel, data_cfg, *seeds)
+        for i, example in zip(here, zip(*sides)):
+            examples[i] = example
+    return examples
+
+
+def prefix_lm(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list[Example]:
+    """Cut each text at a random place: its beginning becomes the inputs."""
+    bits = random_bits(len(chunks), *seeds).tolist()
+    cuts = [1 + random % (len(ids) - 1) for random, ids in zip(bits, chunks)]
+    return [(ids[:cut], ids[cut:]) for ids, cut in zip(chunks, cuts)]
+
+
 # ---- tokens ----------------------------------------------------------------------------
 
 
@@ -173,108 +275,6 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
         num_threads=4,  # fixed, because another number gives another vocabulary
     )
     return model.getvalue()
-
-
-# ---- span corruption (Raffel et al. 2020, sections 3.1.4 and 3.3.4) --------------------
-#     tokens   Thank you for inviting me to your party last week
-#     inputs   Thank you <extra_id_0> me to your party <extra_id_1> </s>
-#     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
-
-
-def noise_counts(length: int, data_cfg: DataConfig) -> tuple[int, int]:
-    """Return how many of `length` tokens are noise, and in how many spans.
-
-    Computed in float32 and rounded half to even, as in t5/data/preprocessors.py.
-    """
-    noise = int(np.round(np.float32(length) * np.float32(data_cfg.noise_density)))
-    noise = min(max(noise, 1), length - 1)
-    spans = int(np.round(np.float32(noise) / np.float32(data_cfg.mean_span_length)))
-    return noise, min(max(spans, 1), length - noise)
-
-
-def tokens_per_example(data_cfg: DataConfig) -> int:
-    """Return how many tokens fill the inputs after span corruption: 568 become 512."""
-    for length in itertools.count(3):
-        noise, spans = noise_counts(length, data_cfg)
-        if length - noise + spans + 1 > data_cfg.inputs_length:
-            return length - 1
-
-
-def random_bits(count: int, *seeds: int) -> np.ndarray:
-    """Return random integers of 64 bits, which depend only on the integers `seeds`."""
-    # All versions of NumPy have the same raw bits, but not the same Generator.shuffle.
-    return np.random.PCG64(np.random.SeedSequence(seeds)).random_raw(count)
-
-
-def random_order(count: int, *seeds: int) -> np.ndarray:
-    return np.argsort(random_bits(count, *seeds), kind="stable")
-
-
-def random_segmentation(total: int, parts: int, rows: int, *seeds: int) -> np.ndarray:
-    """Write `total` as a sum of `parts` positive integers, in random ways [rows, parts].
-
-    5 = 1 + 1 + 1 + 1 + 1 becomes 1 + 2 + 2 by a cut at the first and the third plus. The
-    cuts are where random numbers are lowest, so all ways are equally likely.
-    """
-    gaps = random_bits(rows * (total - 1), *seeds).reshape(rows, total - 1)
-    cuts = np.sort(np.argsort(gaps, axis=1)[:, : parts - 1] + 1, axis=1)
-    return np.diff(cuts, axis=1, prepend=0, append=total)
-
-
-def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig, *seeds):
-    """Replace random spans of each row of tokens [rows, length] by sentinels.
-
-    Returns (inputs, targets) without EOS. A row begins with kept tokens and ends with a
-    removed span, and the targets have no last sentinel, as in random_spans_noise_mask
-    and noise_span_to_unique_sentinel of t5 (Figure 2 of the paper shows another form).
-    """
-    rows, length = tokens.shape
-    noise, spans = noise_counts(length, data_cfg)
-    kept = random_segmentation(length - noise, spans, rows, *seeds, length, 0)
-    removed = random_segmentation(noise, spans, rows, *seeds, length, 1)
-    lengths = np.stack([kept, removed], axis=2).ravel()  # kept and removed in turn
-    noise_mask = np.tile([False, True], rows * spans).repeat(lengths).reshape(rows, -1)
-    # In the inputs, a sentinel overwrites the first token of each removed span. In the
-    # targets, it overwrites the kept token before the span.
-    span_starts = noise_mask & ~np.roll(noise_mask, 1, axis=1)
-    before_span = np.roll(span_starts, -1, axis=1)
-    sentinels = np.tile(first_sentinel - np.arange(spans), rows)
-    inputs, targets = tokens.astype(np.int32), tokens.astype(np.int32)
-    inputs[span_starts] = targets[before_span] = sentinels
-    inputs, targets = inputs[~noise_mask | span_starts], targets[noise_mask | before_span]
-    return inputs.reshape(rows, -1), targets.reshape(rows, -1)
-
-
-# ---- objectives: chunks of text become examples (inputs, targets), without EOS ---------
-
-
-def span_corruption(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list[Example]:
-    """Corrupt spans of all chunks. Those of equal length are computed together."""
-    examples = [None] * len(chunks)
-    lengths = np.array([len(ids) for ids in chunks])
-    for length in np.unique(lengths).tolist():
-        here = np.flatnonzero(lengths == length)
-        tokens = np.stack([chunks[i] for i in here])
-        noise, spans = noise_counts(length, data_cfg)
-        inputs, targets = length - noise + spans + 1, noise + spans + 1
-        too_long = inputs > data_cfg.inputs_length or targets > data_cfg.targets_length
-        if spans > tokenizer.extra_ids or too_long:
-            raise UserError(
-                f"{length} tokens need {inputs} inputs, {targets} targets and {spans} "
-                f"of {tokenizer.extra_ids} sentinels: raise --data.targets_length or "
-                f"--data.mean_span_length, or use the task prefix_lm."
-            )
-        sides = corrupt_spans(tokens, tokenizer.first_sentinel, data_cfg, *seeds)
-        for i, example in zip(here, zip(*sides)):
-            examples[i] = example
-    return examples
-
-
-def prefix_lm(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list[Example]:
-    """Cut each text at a random place: its beginning becomes the inputs."""
-    bits = random_bits(len(chunks), *seeds).tolist()
-    cuts = [1 + random % (len(ids) - 1) for random, ids in zip(bits, chunks)]
-    return [(ids[:cut], ids[cut:]) for ids, cut in zip(chunks, cuts)]
 
 
 # ---- documents and examples ------------------------------------------------------------
@@ -411,6 +411,7 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 # choose_examples  the next examples of all tasks by their rates, for ROWS_PER_PACK rows
 # pack_rows        these examples, packed into rows, which are shuffled
 # make_batches     batches of rows, and the position from which a restart continues
+# prefetch         a thread reads the next window, and another makes the next batches
 
 EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # what random bits are for: the last seeds
 WINDOW_CHARACTERS = 1 << 23  # characters of all tasks together
@@ -502,7 +503,7 @@ class Batches(Iterator):
         self.cfg = cfg
         self.rates = train_tasks(cfg)
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
-        start = {"row": 0, "tasks": dict.fromkeys(self.rates, Cursor())}
+        start = {"used_rows": 0, "tasks": dict.fromkeys(self.rates, Cursor())}
         self.position = position or start
         self.cursors = {name: Cursor(*c) for name, c in self.position["tasks"].items()}
         self.streams, sizes = {}, []
@@ -530,6 +531,7 @@ class Batches(Iterator):
         # The next example is of the task that is farthest behind its rate: rates of 3 and
         # 1 give a a a b a a a b. The fractions let tasks of equal rates take turns.
         phase = (np.arange(len(names)) + 0.5) / len(names)
+        packs = self.cfg.data.pack
         examples, filled = [], np.zeros(2)  # rows that all inputs and all targets need
         while max(filled) < ROWS_PER_PACK:
             k = np.argmin((totals + phase) / rates)
@@ -537,8 +539,8 @@ class Batches(Iterator):
             if example:
                 totals[k] += 1
                 examples.append(example)
-                sizes = map(len, example) if self.cfg.data.pack else self.limits
-                filled += np.divide([*sizes], self.limits)
+                lengths = [len(ids) for ids in example] if packs else self.limits
+                filled += np.divide(lengths, self.limits)
             elif examples:  # The epoch of a task ends here, and so does the pack.
                 break
         return examples
@@ -561,14 +563,14 @@ class Batches(Iterator):
     def make_batches(self) -> Iterator:
         """Yield (batch, position). A restart packs the same rows and skips used ones."""
         rows = []
-        used_rows = self.position["row"]
+        used_rows = self.position["used_rows"]
         while True:
             tasks = self.cursors.copy()
             packed = self.pack_rows()
             for i in range(used_rows, len(packed.inputs)):
                 rows.append([array[i] for array in packed])
                 if len(rows) == self.cfg.train.batch_size:
-                    position = self.position | {"row": i + 1, "tasks": tasks}
+                    position = self.position | {"used_rows": i + 1, "tasks": tasks}
                     yield Batch(*map(np.stack, zip(*rows))), position
                     rows = []
             used_rows = 0

@@ -69,14 +69,21 @@ def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> 
     return model.dot_product_attention(q, k, v, mask, bias)[:, :, :N]
 
 
-def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, beams=1):
-    """Return two lists with an item for each decoder layer: (cache, fixed).
+class DecoderLayer(NamedTuple):
+    """What all steps of a layer share."""
 
-    An item of the cache is [keys, values], both [B, H, length * beams, C]. An item of
-    `fixed` has what all steps share: weights, keys and values of cross-attention, bias.
+    weights: dict
+    cross_kv: model.KV  # keys and values of the encoder's output
+    bias: Array  # position biases [H, T, T]
+
+
+def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, beams=1):
+    """Return two lists with an item for each decoder layer: (cache, layers).
+
+    An item of the cache is [keys, values], both [B, H, length * beams, C].
     """
     stack = params["decoder"]
-    cache, fixed = [], []
+    cache, layers = [], []
     for i in range(arch.num_decoder_layers):
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
         w = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
@@ -88,12 +95,12 @@ def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, b
         empty = jnp.zeros((B, H, length * beams, C), encoded.dtype)
         empty = constrain(empty, "batch", "heads")
         cache.append([empty, empty])
-        fixed.append((w, cross_kv, bias))
-    return cache, fixed
+        layers.append(DecoderLayer(w, cross_kv, bias))
+    return cache, layers
 
 
 def decode_step(
-    params, arch: ModelConfig, ids, t, cache, fixed, input_segments, ancestors=None
+    params, arch: ModelConfig, ids, t, cache, layers, input_segments, ancestors=None
 ) -> tuple[Array, list]:
     """Run the decoder on the ids [B, N] of position t. Return (logits, cache).
 
@@ -113,7 +120,7 @@ def decode_step(
     write = lax.dynamic_update_slice_in_dim
     x = model.embed_tokens(params, ids, arch)
     new_cache = []
-    for old_kv, (w, cross_kv, bias) in zip(cache, fixed):
+    for old_kv, (w, cross_kv, bias) in zip(cache, layers):
         bias = lax.dynamic_slice_in_dim(bias, t, 1, axis=1)
         bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
 
@@ -316,7 +323,7 @@ def generate(
         state, result = start_outputs(B, N, length), sorted_outputs
         extend = functools.partial(append_ids, decode_cfg=decode_cfg, rngs=rngs)
     encoded = model.encode(params, inputs, input_segments, arch)
-    cache, fixed = init_decoder(params, encoded, length, arch, N)
+    cache, layers = init_decoder(params, encoded, length, arch, N)
 
     def unfinished(carry):
         t, state, _ = carry
@@ -328,7 +335,7 @@ def generate(
         ids = state.ids[:, :, t - 1]
         ancestors = getattr(state, "ancestors", None)
         logits, cache = decode_step(
-            params, arch, ids, t, cache, fixed, input_segments, ancestors
+            params, arch, ids, t, cache, layers, input_segments, ancestors
         )
         # Each device chooses ids for its own rows, from the whole vocabulary.
         logits = constrain(logits, "batch")
@@ -414,10 +421,10 @@ def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
         batch.inputs,
         batch.input_segments,
         cfg.model,
-        cfg.decode.max_length or cfg.data.targets_length,
-        cfg.decode,
-        indices,
-        cfg.train.seed,
+        length=cfg.decode.max_length or cfg.data.targets_length,
+        decode_cfg=cfg.decode,
+        indices=indices,
+        seed=cfg.train.seed,
     )
     results = []
     for outputs, own_scores in zip(np.asarray(ids), np.asarray(scores)):

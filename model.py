@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax import checkpoint_policies as policies
+from jax.sharding import get_abstract_mesh
 
 import configs
 import partition
@@ -508,6 +509,8 @@ def make_attend(
             bias = position_bias(relative_bias, Q, K, bidirectional, arch)
         return attend(q, k, v, mask, bias)
 
+    if get_abstract_mesh().empty:
+        return lambda q, k, v: on_device(q, k, v, mask, relative_bias)
     by_head = spec(("batch", "heads"))
     specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
     sharded = jax.shard_map(on_device, in_specs=specs, out_specs=by_head, check_vma=False)

@@ -55,6 +55,8 @@ def spec(axes: tuple, fsdp: bool = False) -> P:
 
 def constrain(x: jax.Array, *axes) -> jax.Array:
     """Tell the compiler to split an array by the names of its dimensions."""
+    if get_abstract_mesh().empty:
+        return x
     return jax.lax.with_sharding_constraint(x, spec(axes))
 
 
@@ -84,9 +86,7 @@ def set_mesh(cfg: Config, devices: list | None = None) -> Mesh:
 def platform() -> str:
     """Return "cpu", "gpu" or "tpu", the platform for which the current mesh compiles."""
     mesh = get_abstract_mesh()
-    if mesh.empty:
-        raise UserError("There is no mesh yet: call partition.set_mesh(cfg).")
-    return mesh.abstract_device.platform
+    return jax.default_backend() if mesh.empty else mesh.abstract_device.platform
 
 
 def flatten(tree: Any) -> dict[str, Any]:

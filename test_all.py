@@ -229,10 +229,8 @@ def test_lesson_model_a_packed_row_equals_separate_rows():
     for row, segment in itertools.product(range(4), (1, 2)):
         inputs.append(packed.inputs[row][packed.input_segments[row] == segment])
         targets.append(packed.targets[row][packed.target_segments[row] == segment])
-    alone = pad_batch(
-        inputs, targets, *packed.inputs.shape[1:], *packed.targets.shape[1:]
-    )
-    alone = forward(params, alone, SMALL.model)
+    limits = packed.inputs.shape[1], packed.targets.shape[1]
+    alone = forward(params, pad_batch(inputs, targets, *limits), SMALL.model)
     for i, (row, segment) in enumerate(itertools.product(range(4), (1, 2))):
         found = together[row][packed.target_segments[row] == segment]
         assert_allclose(found, alone[i, : len(found)], atol=1e-4)
@@ -341,17 +339,14 @@ def test_lesson_data_packed_examples_have_segments():
 def pack_slowly(sizes, limits):
     """Look at all open rows for each example, with lists."""
     shares = lambda counts: [n / limit for n, limit in zip(counts, limits)]
-    left = lambda k: [n - size for n, size in zip(free[k], sizes[i])]
-    difference = lambda k: round(abs(np.subtract(*shares(left(k)))), 9)
+    difference = lambda left: round(abs(np.subtract(*shares(left))), 9)
     free = [limits] * math.ceil(max(shares(map(sum, zip(*sizes)))))
     row = [None] * len(sizes)
     for i in sorted(range(len(sizes)), key=lambda i: -sum(shares(sizes[i]))):
-        fits = [k for k in range(len(free)) if min(left(k)) >= 0]
-        if not fits:
-            free.append(limits)
-            fits = [len(free) - 1]
-        row[i] = min(fits, key=difference)
-        free[row[i]] = left(row[i])
+        left = [np.subtract(space, sizes[i]).tolist() for space in (*free, limits)]
+        fits = [k for k in range(len(free)) if min(left[k]) >= 0] or [len(free)]
+        row[i] = min(fits, key=lambda k: difference(left[k]))
+        free[row[i] : row[i] + 1] = [left[row[i]]]  # replaced, or a new row
     return row
 
 
@@ -580,10 +575,10 @@ def test_lesson_infer_cached_decoding_equals_uncached_decoding(per_layer_bias):
         return infer.init_decoder(params, encoded, 9, cfg.model)
 
     decode_step = jax.jit(infer.decode_step, static_argnums=1)
-    cache, fixed = start(params, batch)
+    cache, layers = start(params, batch)
     for t in range(9):
         ids, segments = batch.decoder_inputs[:, t, None], batch.input_segments
-        logits, cache = decode_step(params, cfg.model, ids, t, cache, fixed, segments)
+        logits, cache = decode_step(params, cfg.model, ids, t, cache, layers, segments)
         assert_close(logits[:, 0], expected[:, t])
 
 
@@ -1182,9 +1177,8 @@ def test_segments_come_from_lengths():
 def test_rows_are_packed_together_until_their_longer_sides_are_full(mixture, monkeypatch):
     monkeypatch.setattr(data, "ROWS_PER_PACK", 20)
     cfg = change(mixture, data=dict(task="a", targets_length=64))
-    batches, ends = data.Batches(cfg, TOKENIZER), []
-    for _ in itertools.islice(batches, 20):
-        ends.append(batches.position["row"])
+    batches = data.Batches(cfg, TOKENIZER)
+    ends = [batches.position["used_rows"] for _ in itertools.islice(batches, 20)]
     assert 20 <= max(ends) <= 22
 
 
@@ -1631,6 +1625,13 @@ def a_vector(first=0):
     arrays = {"a": jnp.arange(8.0) + first}
     like = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=arrays["a"].sharding)
     return arrays, {"a": like}
+
+
+def test_the_network_needs_no_mesh():
+    args = make_params(SMALL), make_batch(SMALL), SMALL.model
+    expected = model.forward(*args)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        assert_close(model.forward(*args), expected)
 
 
 def test_a_batch_is_split_by_rows():

@@ -280,15 +280,11 @@ def train_loop(
     """
     train_cfg = cfg.train
     step, steps = int(state.step), train_cfg.steps
-    flops = model.train_flops(cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
-    must_stop = catch_signals()
-    timer_start, timer_step, data_wait = time.perf_counter(), step, 0.0
+    must_stop, timer = catch_signals(), Timer(cfg, step)
     # With disable=None, there is a progress bar only in a terminal.
     bar = tqdm(range(step + 1, steps + 1), initial=step, total=steps, disable=None)
     for step in bar:
-        began = time.perf_counter()
-        batch = next(batches)
-        data_wait += time.perf_counter() - began
+        batch = timer.wait_for(batches)
         # JAX computes the step in the background. Reading a metric waits for its result.
         state, metrics = compiled_step(state, partition.put_batch(batch))
         stop_now = must_stop(step)
@@ -297,25 +293,16 @@ def train_loop(
         log_now = is_due(train_cfg.log_every, step, steps)
         if log_now or save_now:
             metrics = jax.device_get(metrics)
-            if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
-                raise UserError(
-                    f"At step {step:,}, a loss, gradient or rate is infinite or NaN. "
-                    f"Start another run with a lower --train.learning_rate."
-                )
+            refuse_infinite(metrics, step)
         if log_now:
-            seconds = time.perf_counter() - timer_start
-            rows_per_second = (step - timer_step) * train_cfg.batch_size / seconds
-            timing = {
-                "rows_per_second": rows_per_second,
-                "teraflops": rows_per_second * flops / 1e12,
-                "data_wait_fraction": data_wait / seconds,
-            }
+            timing = timer.metrics(step)
             log.write(step, "train", metrics)
             log.write(step, "timing", timing)
             tqdm.write(
                 f"step {step:,}/{steps:,}  loss {metrics['loss']:.3f}  accuracy "
                 f"{metrics['accuracy']:.3f}  learning rate {metrics['learning_rate']:.1e}"
-                f"  {rows_per_second:.4g} rows/s  {timing['teraflops']:.3g} TFLOP/s"
+                f"  {timing['rows_per_second']:.4g} rows/s  {timing['teraflops']:.3g} "
+                f"TFLOP/s"
             )
         if save_now:
             log.sync()
@@ -324,9 +311,46 @@ def train_loop(
             break
         evaluated = evaluations.run_due(step, state.params)
         if log_now or save_now or evaluated:
-            timer_start, timer_step, data_wait = time.perf_counter(), step, 0.0
+            timer.restart(step)
     log.sync()
     return step
+
+
+class Timer:
+    """Measure the speed of training, without that of evaluations and checkpoints."""
+
+    def __init__(self, cfg: Config, step: int):
+        lengths = cfg.data.inputs_length, cfg.data.targets_length
+        self.flops = model.train_flops(cfg.model, *lengths)  # of a row
+        self.rows = cfg.train.batch_size
+        self.restart(step)
+
+    def restart(self, step: int) -> None:
+        self.start, self.step, self.data_wait = time.perf_counter(), step, 0.0
+
+    def wait_for(self, batches: data.Batches) -> data.Batch:
+        began = time.perf_counter()
+        batch = next(batches)
+        self.data_wait += time.perf_counter() - began
+        return batch
+
+    def metrics(self, step: int) -> dict[str, float]:
+        seconds = time.perf_counter() - self.start
+        rows_per_second = (step - self.step) * self.rows / seconds
+        return {
+            "rows_per_second": rows_per_second,
+            "teraflops": rows_per_second * self.flops / 1e12,
+            "data_wait_fraction": self.data_wait / seconds,
+        }
+
+
+def refuse_infinite(metrics: dict, step: int) -> None:
+    """Stop if the loss is infinite or NaN: then the gradient is, too."""
+    if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
+        raise UserError(
+            f"At step {step:,}, a loss, gradient or rate is infinite or NaN. "
+            f"Start another run with a lower --train.learning_rate."
+        )
 
 
 def is_due(every: int, step: int, last_step: int) -> bool:
@@ -564,29 +588,38 @@ def parse(argv: list[str] | None = None) -> Options:
     """
     flags = configs.first_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
+    if partition.Checkpoints(run_dir).steps():
+        return parse_resumed(flags, run_dir, argv)
     init_from = flags.init_from
-    stored = None
-    resumes = bool(partition.Checkpoints(run_dir).steps())
-    # A run that was killed before its first checkpoint has settings, too.
     has_settings = flags.run_dir and (configs.to_path(run_dir) / "config.json").exists()
-    if resumes or (has_settings and not flags.config):
-        stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
-        cfg, init_from = stored, init_from or metadata["init_from"]
-        began_from = configs.to_path(metadata["init_from"])
-        if resumes and configs.to_path(init_from) != began_from:
-            raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
-    if flags.config or not stored:
+    if has_settings and not flags.config:  # It was killed before its first checkpoint.
+        cfg, metadata = configs.load_run_and_tasks(run_dir)
+        init_from = init_from or metadata["init_from"]
+    else:
         cfg = configs.load_recipe(flags.config or "tiny")
     if init_from:
-        origin = stored if resumes else configs.load_run(init_from)[0]
+        origin, _ = configs.load_run(init_from)
         cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.change_settings(options, argv)
-    if resumes:
-        configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
-    elif init_from:
+    if init_from:
         wanted = configs.with_network_of(options.cfg, origin)
         configs.refuse_differences(options.cfg, wanted, [], init_from)
+    return options
+
+
+def parse_resumed(flags, run_dir: str, argv: list[str] | None) -> Options:
+    """Parse the flags of a run that has checkpoints. Most of its settings must stay."""
+    stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
+    init_from = flags.init_from or metadata["init_from"]
+    if configs.to_path(init_from) != configs.to_path(metadata["init_from"]):
+        raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
+    cfg = configs.load_recipe(flags.config) if flags.config else stored
+    if init_from:
+        cfg = configs.with_network_of(cfg, stored)
+    options = Options(cfg, flags.config, run_dir, init_from=init_from)
+    options = configs.change_settings(options, argv)
+    configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
     return options
 
 
