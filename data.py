@@ -351,9 +351,8 @@ def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.nda
     limit = data_cfg.inputs_length if side == "inputs" else data_cfg.targets_length
     if task.eos_in_inputs:
         ids = ids[: limit - 1]  # leaves room for EOS
-    if side == "targets" or task.eos_in_inputs:
-        ids = np.append(ids, EOS)
-    return np.asarray(ids[:limit], np.int32)
+    end = [EOS] if side == "targets" or task.eos_in_inputs else []
+    return np.concatenate([ids, end], dtype=np.int32, casting="unsafe")[:limit]
 
 
 # ---- rows ------------------------------------------------------------------------------
