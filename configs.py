@@ -58,8 +58,8 @@ class ModelConfig:
     dropout: float = 0.0  # dropped fraction: 0 to pretrain T5 1.1, 0.1 to fine-tune
     # number type of the activations; auto is float32 on a CPU, else bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # what the backward pass does not recompute: the products of activations with weights,
-    # everything (none is recomputed), or only the outputs of attention kernels
+    # what the forward pass keeps: products of activations with weights (dots), everything
+    # (none), or the outputs of attention kernels alone (full); the rest is computed twice
     remat: Literal["dots", "none", "full"] = "dots"
     # xla is the code of model.py; auto is a kernel of extras/ on a TPU or GPU, else xla
     attention_impl: Literal["auto", "xla", "kernel"] = "auto"
@@ -205,7 +205,7 @@ TINY_TRAIN = TrainConfig(
     microbatches=2)
 C4 = DataConfig(task="c4_v220_span_corruption")
 C4_TRAIN = TrainConfig(steps=100_000, batch_size=256, eval_every=2000)
-# As in t5x/configs/runs/finetune.gin, which counts from the last step of the weights.
+# As in t5x/configs/runs/finetune.gin, but with steps that are counted from 0.
 FINETUNE = TrainConfig(
     steps=20_000, learning_rate=1e-3, schedule="constant",
     infer_every=1000, eval_batches=0, save_every=5000, keep=0)
@@ -237,7 +237,8 @@ RECIPES = {
 }
 # fmt: on
 
-HAS_EXTRAS = importlib.util.find_spec("extras") is not None  # It may be deleted.
+# Without the folder extras/, tasks of T5, T0 and tiny_finetune, kernels and plots are gone.
+HAS_EXTRAS = importlib.util.find_spec("extras") is not None
 # A user's recipe file may add to these tables, and bring a tokenizer.
 TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, None
 

@@ -837,10 +837,10 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     configs.print_once(
         f"data     5 % of the first 20,000 records are held out: {task.source}"
     )
-    held = [
+    parts = [
         f._replace(read=partial(records_of, f, i, split)) for i, f in enumerate(files)
     ]
-    return task, held
+    return task, parts
 
 
 def absolute_source(source: str) -> tuple[str, ...]:

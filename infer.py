@@ -45,6 +45,13 @@ from configs import Config, DecodeConfig, ModelConfig, UserError
 from partition import constrain
 
 # ---- the cache and one decoding step ---------------------------------------------------
+# generate                        encodes the inputs, and then for each position:
+#   decode_step                   computes the logits of the next ids, and the new cache
+#   append_ids or extend_beams    chooses an id for each output, or the best beams
+#   sorted_outputs, beam_outputs  put the best outputs first, in the end
+#
+# At first, read N as 1, and `ancestors` as None.
+#
 # model.forward could compute the next id from all earlier ones, again and again. With a
 # cache of keys and values, each position is computed only once.
 #
@@ -126,7 +133,7 @@ def decode_step(
 
         def attend(q, k, v):
             kv = [write(old, new, t * N, axis=2) for old, new in zip(old_kv, (k, v))]
-            new_cache.append(kv)
+            new_cache.append(kv)  # decoder_layer calls this function once
             return attend_few_queries(q, *kv, mask, bias)
 
         x = model.decoder_layer(w, x, cross_kv, attend, cross_attend, arch)

@@ -74,9 +74,9 @@ def param_table(arch: ModelConfig) -> dict:
     }
     up = Param((D, F), ("embed", "mlp"), "truncated_normal", D**-0.5)
     down = Param((F, D), ("mlp", "embed"), "truncated_normal", F**-0.5)
-    ffn = {"norm": norm, "up": up, "down": down}
+    mlp = {"norm": norm, "up": up, "down": down}
     if arch.activation.startswith("gated_"):
-        ffn["gate"] = up
+        mlp["gate"] = up
 
     def stacked(depth, layer):
         def add_axis(p):
@@ -84,8 +84,8 @@ def param_table(arch: ModelConfig) -> dict:
 
         return {"layers": jax.tree.map(add_axis, layer), "norm": norm, **per_stack}
 
-    in_encoder = {"attention": attn | per_layer, "mlp": ffn}
-    in_decoder = {"self_attention": attn | per_layer, "cross_attention": attn, "mlp": ffn}
+    in_encoder = {"attention": attn | per_layer, "mlp": mlp}
+    in_decoder = {"self_attention": attn | per_layer, "cross_attention": attn, "mlp": mlp}
     table = {
         "embed": Param((V, D), ("vocab", "embed"), "normal"),
         "encoder": stacked(arch.num_layers, in_encoder),
@@ -200,9 +200,9 @@ def position_bias(
 ) -> Array:
     """Return the bias [H, Q, K] that is added to the attention scores.
 
-    relative_bias [H, R]: the learned bias of each head and bucket. The lookup is a matmul
-    with one-hot vectors, because the gradient of a matmul is fast. Each layer repeats it,
-    so that devices sum a gradient of the shape [H, R], and not [H, Q, K].
+    relative_bias [H, R]: the learned bias of each head and bucket. This is
+    relative_bias[:, bucket], as a matmul with one-hot vectors, whose gradient is fast. Each
+    layer repeats it, so that devices sum a gradient of the shape [H, R], and not [H, Q, K].
     """
     relative_position = np.arange(K) - np.arange(Q)[:, None]
     bucket = relative_bucket(relative_position, bidirectional, arch)
@@ -211,7 +211,7 @@ def position_bias(
 
 
 def attention_mask(query_segments: Array, key_segments: Array, causal=False) -> Array:
-    """Return a mask [B, 1, Q, K] that is 1 where a query may attend to a key.
+    """Return a mask [B, 1, Q, K] that is True where a query may attend to a key.
 
     A query attends only to keys of its own example. The segments number the examples of a
     row: [1, 1, 2, 0] means two tokens of example 1, one of example 2, and padding, which
@@ -220,7 +220,7 @@ def attention_mask(query_segments: Array, key_segments: Array, causal=False) -> 
     mask = query_segments[:, None, :, None] == key_segments[:, None, None, :]
     if causal:
         mask &= np.tri(*mask.shape[2:], dtype=bool)
-    return mask.astype(jnp.int8)  # the type that the attention kernel needs
+    return mask
 
 
 def dot_product_attention(
@@ -233,8 +233,7 @@ def dot_product_attention(
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
-        # Repeat the bias for all rows by a product, whose gradient is fast on a CPU.
-        scores += jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
+        scores += repeat_rows(bias, len(q))
     # Not -inf: where all keys are masked, which is padding, a softmax would be NaN.
     probs = jax.nn.softmax(jnp.where(mask, scores, -1e10), axis=-1)
     return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
@@ -389,10 +388,10 @@ def cross_entropy(
 ) -> dict[str, Array]:
     """Return the losses of each target token, and whether the prediction is correct.
 
-    The losses are the cross entropy and, as in Mesh TensorFlow, the z-loss, which is
-    z_loss * (log Z)^2, and keeps the logits near zero. Label smoothing shares some
-    probability of the target token equally among all others. Like T5X, the entropy of the
-    smoothed target is subtracted.
+    The losses are the cross entropy, log Z minus the logit of the target, and, as in Mesh
+    TensorFlow, the z-loss, z_loss * (log Z)^2, which keeps the logits near zero. Label
+    smoothing shares some probability of the target token equally among all others. Like
+    T5X, the entropy of the smoothed target is subtracted.
 
     logits [B, T, V] float32, targets [B, T]. Returns {metric: array [B, T]}.
     """
@@ -406,11 +405,11 @@ def cross_entropy(
     loss = log_z - (on - off) * target_logit - off * jnp.sum(logits, axis=-1) - entropy
     # An argmax would be another pass over the logits: 4 % of a step on a TPU.
     is_largest = target_logit == jnp.max(logits, axis=-1)
+    all_equal = target_logit - log_z < 1e-3 - math.log(V)  # as of a model of zeros
     return {
         "cross_ent_loss": loss,
         "z_loss": z_loss * log_z**2,
-        # Where all logits are equal, as of a model of zeros, nothing is predicted.
-        "accuracy": is_largest & (target_logit - log_z > 1e-3 - math.log(V)),
+        "accuracy": is_largest & ~all_equal,
     }
 
 
@@ -469,6 +468,8 @@ def resolve_auto(arch: ModelConfig) -> ModelConfig:
 
         # If you edit the equation, your edit counts, and not the kernel.
         has_kernel = attention_kernel.is_its_equation(dot_product_attention)
+        if not has_kernel:
+            configs.print_once("dot_product_attention is edited: no kernel replaces it.")
     # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
     chunks = platform == "tpu" or arch.vocab_size > 1 << 16
     best = {
@@ -486,6 +487,11 @@ def dense(x: Array, w: Array) -> Array:
         # fast on a CPU. A TPU would have to copy the activations.
         return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
     return x @ w
+
+
+def repeat_rows(bias: Array, rows: int) -> Array:
+    """Repeat a bias [H, Q, K] for all rows. The gradient of a product is fast on CPUs."""
+    return jnp.einsum("b,hqk->bhqk", jnp.ones(rows), bias)
 
 
 def make_attend(
