@@ -146,6 +146,19 @@ def test_a_command_finds_the_tasks_of_extras_by_their_names():
     assert "inputs" in command("data.py", *flags.split())
 
 
+def test_a_task_of_a_recipe_file_replaces_one_of_extras(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import replace\n"
+        "from configs import RECIPES, DataConfig\n"
+        "from data import Task\n"
+        "TASKS = {'by_rule_words': Task('jsonl:mine.jsonl')}\n"
+        "MIXTURES = {'both': {'by_rule_words': 1, 'glue_rte_v002': 1}}\n"
+        "CONFIG = replace(RECIPES['tiny'], data=DataConfig(task='both'))\n"
+    )
+    listed = command("data.py", "--config", tmp_path / "mine.py", "--list")
+    assert re.search("^by_rule_words .*jsonl:mine.jsonl$", listed, re.MULTILINE)
+
+
 # metric, targets, predictions, the result of t5 0.9.4
 METRIC_CASES = [
     ("matthews_corrcoef", [0, 1, 0, 1, 1], [0, 1, 1, -1, 1],
