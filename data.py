@@ -777,7 +777,6 @@ TASKS |= {
     "c4_v220_span_corruption": Task("tfds:c4/en:2.2.0", objective=SPAN_CORRUPTION),
     "c4_v220_prefix_lm": Task("tfds:c4/en:2.2.0", objective=PREFIX_LM),
 }
-configs.load_extras()  # adds the tasks and mixtures of T5 and T0
 
 
 def mixture_rates(name: str, cfg: Config) -> dict[str, float]:
@@ -855,6 +854,8 @@ def read_task(name: str, split: str, cfg: Config) -> Iterator[dict]:
     for documents, *_ in read_documents(files, task, cfg):
         yield from documents
 
+
+configs.load_extras()  # adds the tasks and mixtures of T5 and T0
 
 # ---- the command -----------------------------------------------------------------------
 
