@@ -117,10 +117,6 @@ class TrainConfig:
     keep: int = 3  # newest checkpoints to keep; 0 means all
     seed: int = 0  # of weights, order of examples, removed spans, dropout and sampling
 
-    def __post_init__(self):
-        if self.microbatches and self.batch_size % self.microbatches:
-            raise UserError("--train.microbatches does not divide --train.batch_size.")
-
 
 @dataclass(frozen=True)
 class DecodeConfig:

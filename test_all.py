@@ -944,7 +944,7 @@ def test_flags_change_single_settings_of_a_recipe():
 
 
 WRONG_FLAGS = [
-    "--train.batch_size 8 --train.microbatches 3", "--decode.beams 4 --decode.top_k 5",
+    "--decode.beams 4 --decode.top_k 5",
     "--decode.beams 2 --decode.num_return 3", "--train.loss_normalizing_factor 0",
     "--train.label_smoothing 1", "--train.learning_rate nan", "--decode.num_return 3",
     "--train.warmup_steps 0", "--data.noise_density 1.5", "--model.activation swish",
@@ -2907,10 +2907,11 @@ def test_a_step_with_dropout_microbatches_and_loss_divisor():
 
 
 def test_rows_that_the_devices_cannot_share_are_refused():
-    cfg = change(train=dict(microbatches=2))
-    mesh = partition.set_mesh(cfg, jax.devices())
-    with pytest.raises(UserError, match="8 / 2"):
-        train.lower_step(cfg, mesh)
+    for microbatches, devices in ((2, 8), (3, 1)):
+        cfg = change(train=dict(microbatches=microbatches))
+        mesh = partition.set_mesh(cfg, jax.devices()[:devices])
+        with pytest.raises(UserError, match="batch_size 8"):
+            train.lower_step(cfg, mesh)
 
 
 # ---- train: runs -----------------------------------------------------------------------

@@ -235,11 +235,11 @@ def train_step(
 def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]:
     """Return the abstract state, and the training step, lowered for the compiler."""
     rows = cfg.train.batch_size
-    data_size = mesh.shape["data"]
-    if rows // cfg.train.microbatches % data_size:
+    parts = cfg.train.microbatches * mesh.shape["data"]
+    if rows % parts:
         raise UserError(
-            f"The rows of a microbatch ({rows} / {cfg.train.microbatches}) cannot be "
-            f"split into {data_size} equal parts: change --train.batch_size."
+            f"--train.batch_size {rows} cannot be split into {parts} equal parts: "
+            f"--train.microbatches, times the devices that share a microbatch."
         )
 
     def ids(length):
