@@ -122,8 +122,6 @@ def init_params(arch: ModelConfig, rng: Array) -> dict:
 
 # ---- building blocks -------------------------------------------------------------------
 
-Rng = Array | None  # a random key for dropout, or None for no dropout
-
 
 def rms_norm(x: Array, scale: Array) -> Array:
     """Divide vectors by their root mean square, and multiply by a learned scale [D].
@@ -135,8 +133,8 @@ def rms_norm(x: Array, scale: Array) -> Array:
     return y.astype(x.dtype) * scale.astype(x.dtype)
 
 
-def dropout(x: Array, rate: float, rng: Rng, broadcast_axis: int | None = 1) -> Array:
-    """Set random entries of x to zero, and scale up the others. Without rng, return x.
+def dropout(x: Array, rate: float, rng, broadcast_axis: int | None = 1) -> Array:
+    """Set random entries of x to zero, and scale up the others. If rng is None, return x.
 
     T5 has dropout at both ends of encoder and decoder, on the probabilities of attention,
     in the MLP, and before residual additions. The mask has size 1 on the broadcast_axis:
@@ -149,7 +147,7 @@ def dropout(x: Array, rate: float, rng: Rng, broadcast_axis: int | None = 1) -> 
     return x * (keep.astype(x.dtype) / (1 - rate))
 
 
-def split_rng(rng: Rng, n: int):
+def split_rng(rng, n: int):
     """Split a random key into n. None gives n Nones."""
     return (None,) * n if rng is None else jax.random.split(rng, n)
 
@@ -270,7 +268,7 @@ def attention(
     return dropout(constrain(dense(attended, w["out"]), "batch"), arch.dropout, rng_out)
 
 
-def mlp(w: dict, x: Array, arch: ModelConfig, rng: Rng = None) -> Array:
+def mlp(w: dict, x: Array, arch: ModelConfig, rng=None) -> Array:
     """Normalize x. Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down."""
     rng_hidden, rng_out = split_rng(rng, 2)
     x = rms_norm(x, w["norm"])
@@ -286,7 +284,7 @@ def mlp(w: dict, x: Array, arch: ModelConfig, rng: Rng = None) -> Array:
 # ---- encoder and decoder ---------------------------------------------------------------
 
 
-def embed_tokens(params: dict, ids: Array, arch: ModelConfig, rng: Rng = None) -> Array:
+def embed_tokens(params: dict, ids: Array, arch: ModelConfig, rng=None) -> Array:
     """Look up the embedding vector of each token id [B, Q]. T5 does not scale them."""
     # Cast after the lookup: the gradient sums over the occurrences of a token in float32.
     x = params["embed"][ids].astype(resolve_auto(arch).dtype)
