@@ -263,8 +263,6 @@ def load_recipe(name: str) -> Config:
     MIXTURES.update(namespace.get("MIXTURES", {}))
     METRICS.update(namespace.get("METRICS", {}))
     VOCABULARY = namespace.get("VOCABULARY", VOCABULARY)
-    if "CONFIG" not in namespace:
-        raise UserError(f"{name} defines no CONFIG.")
     return namespace["CONFIG"]
 
 

@@ -3937,7 +3937,7 @@ WRONG = [
     ("train --config small_t0 --train.start_step 0", "--data.source seqio"),
     ("train --data.vocab none.model", "none.model"),
     ("train --init_from hf", "convert.py"),  # a folder of Hugging Face
-    ("train --config empty.py", "empty.py defines no CONFIG"),
+    ("train --config empty.py", "CONFIG"),
     ("data --run_dir nothing", "nothing"),
     ("evaluate --run_dir RUN --tasks nothing", "nothing"),
     ("evaluate --run_dir RUN --split dev", "dev"),
