@@ -67,9 +67,8 @@ def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:
 
 def unigram_loss(batches: list, tokenizer: data.Tokenizer) -> float:
     """Return the loss per content token of a model that only knows token frequencies."""
-    targets = np.concatenate([batch.targets for batch in batches])
-    inputs = np.concatenate([batch.inputs for batch in batches])
-    targets, inputs = (ids[tokenizer.is_content(ids)] for ids in (targets, inputs))
+    rows = data.Batch(*map(np.concatenate, zip(*batches)))
+    targets, inputs = (x[tokenizer.is_content(x)] for x in (rows.targets, rows.inputs))
     counts = np.bincount(np.concatenate([targets, inputs]))
     # Each target is predicted from all other tokens, with 1 added to each count: its own
     # count is (counts - 1) + 1.
