@@ -510,16 +510,16 @@ def make_attend(
     def on_device(q, k, v, mask, relative_bias):
         bias = None
         if relative_bias is not None:
-            Q, K = q.shape[2], k.shape[2]
-            bias = position_bias(relative_bias, Q, K, bidirectional, arch)
+            bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
         return attend(q, k, v, mask, bias)
 
-    if get_abstract_mesh().empty:
-        return lambda q, k, v: on_device(q, k, v, mask, relative_bias)
-    by_head = spec(("batch", "heads"))
-    specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
-    sharded = jax.shard_map(on_device, in_specs=specs, out_specs=by_head, check_vma=False)
-    return lambda q, k, v: sharded(q, k, v, mask, relative_bias)
+    if not get_abstract_mesh().empty:
+        by_head = spec(("batch", "heads"))
+        specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
+        on_device = jax.shard_map(
+            on_device, in_specs=specs, out_specs=by_head, check_vma=False
+        )
+    return lambda q, k, v: on_device(q, k, v, mask, relative_bias)
 
 
 # What the forward pass saves for the backward pass, which recomputes everything else.
