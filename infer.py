@@ -494,19 +494,18 @@ def load_params(cfg: Config, run_dir: str, step: int) -> dict:
 
 def line_ids(line: dict, side: str, index: int, cfg: Config, tokenizer) -> list[int]:
     """Return the ids of a side of a line: a text is tokenized, ids stay as they are."""
-    size = cfg.model.vocab_size
-    value = line.get(side)
+    V, value = cfg.model.vocab_size, line.get(side)
     if isinstance(value, str):
         (ids,) = tokenizer.encode([value])
         ended = data.trim_and_add_eos(ids, side, data.Task(), cfg.data).tolist()
         if len(ended) <= len(ids):
             configs.print_once(f"Some {side} are cut to --data.{side}_length.")
         return ended
-    ids = value if isinstance(value, list) else [None]
-    if any(type(i) is not int or not 0 <= i < size for i in ids):
+    is_ids = isinstance(value, list) and all(type(i) is int and 0 <= i < V for i in value)
+    if not is_ids:
         raise UserError(
             f"Example {index + 1} needs {side}: a text, or a list of ids from 0 to "
-            f"{size - 1}. It has {str(line)[:200]}."
+            f"{V - 1}. It has {str(line)[:200]}."
         )
     ids = [i for i in value if i != data.PAD]
     if ids[-1:] != [data.EOS]:
