@@ -523,7 +523,6 @@ def read_input(options: "Options", tokenizer) -> Iterator[Request]:
     first, count = map(int, options.shard.split("/"))
     if not 0 <= first < count:
         raise UserError(f"--shard {options.shard} is not one of 0/{count}, 1/{count}, …")
-    task = None
     if kind == "task":
         name, split = re.fullmatch(r"(.+?)(?::(\w+))?", name).groups("validation")
         task, files = data.open_task(name, split, cfg)
@@ -537,7 +536,7 @@ def read_input(options: "Options", tokenizer) -> Iterator[Request]:
         lines = ({"inputs": text.strip()} for text in texts)
     sides = ("inputs", "targets") if options.mode == "score" else ("inputs",)
     for index, line in itertools.islice(enumerate(lines), first, None, count):
-        if task:
+        if kind == "task":
             (ids,) = data.encode_pairs([line], task, tokenizer, cfg)
         else:
             ids = [line_ids(line, side, index, cfg, tokenizer) for side in sides]
