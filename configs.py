@@ -354,12 +354,12 @@ def refuse_differences(cfg: Config, other: Config, may_differ: list, owner: str)
     """Stop if two Configs differ in a setting other than those of may_differ."""
     old = flat_settings(other)
     different = [
-        f"--{name} {old[name]} (not {value})"
+        f"--{name} {old[name]!r} (not {value!r})"
         for name, value in flat_settings(cfg).items()
         if value != old[name] and not {name, name.split(".")[0]} & set(may_differ)
     ]
     if different:
-        raise UserError(f"{owner} has {', '.join(different)}: others need another run.")
+        raise UserError(f"{owner} has {', '.join(different)}. Others need another run.")
 
 
 def with_network_of(cfg: Config, origin: Config) -> Config:

@@ -201,6 +201,8 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text, without EOS. All cores are used."""
+        # SentencePiece finds a sentinel only behind a space.
+        texts = [text.replace("<extra_id_", " <extra_id_") for text in texts]
         threads = -1 if len(texts) > 1 else 1
         return self.processor.encode(texts, return_type="numpy", num_threads=threads)
 
@@ -290,9 +292,10 @@ def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
     """Return a function that fills {fields} into both texts, and choices[label]."""
 
     def fill(record):
+        record = {k: v for k, v in record.items() if v is not None}  # not the text "None"
         if choices:
-            label = int(record.get("label", -1))  # -1 is unknown: <unk>, as in t5
-            record = record | {"label": "<unk>" if label == -1 else choices[label]}
+            label = int(record["label"])  # -1 is unknown: <unk>, as in t5
+            record["label"] = "<unk>" if label == -1 else choices[label]
         texts = {"inputs": inputs, "targets": targets}
         pair = {name: text.format_map(record) for name, text in texts.items()}
         return [pair | {"idx": record["idx"]} if "idx" in record else pair]
@@ -349,9 +352,11 @@ def make_examples(chunks: list, task: Task, tokenizer, cfg, *seeds) -> list[Exam
 def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.ndarray:
     """Truncate, and append EOS. T0 has none in inputs, and loses it in long targets."""
     limit = data_cfg.inputs_length if side == "inputs" else data_cfg.targets_length
+    end = [EOS] if side == "targets" or task.eos_in_inputs else []
+    if len(ids) + len(end) > limit:
+        configs.print_once(f"Some {side} are cut to --data.{side}_length.")
     if task.eos_in_inputs:
         ids = ids[: limit - 1]  # leaves room for EOS
-    end = [EOS] if side == "targets" or task.eos_in_inputs else []
     return np.concatenate([ids, end], dtype=np.int32, casting="unsafe")[:limit]
 
 
@@ -486,7 +491,7 @@ def print_statistics(packed: Batch, sizes: np.ndarray, limits: tuple[int, int]) 
     cut = (sizes >= limits).any(axis=1).mean()
     inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
     unknown = (packed.inputs == UNK).sum() / sizes[:, 0].sum()
-    print(f"data     {cut:.0%} of the examples fill a row or were cut")
+    print(f"data     {cut:.0%} of the examples fill a row (to pretrain, all) or were cut")
     print(f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full")
     print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
 
@@ -611,6 +616,8 @@ class File(NamedTuple):
 
 def read_lines(path: str) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, which may be compressed."""
+    if path.endswith(".zip"):  # fsspec would read the first of its files.
+        raise UserError(f"{path}: unpack it, or use .gz, .bz2, .xz or .zst.")
     with fsspec.open(path, compression="infer") as file:
         for number, line in enumerate(file, 1):
             try:
@@ -685,7 +692,7 @@ def find_files(pattern: str) -> list[tuple[str, int]]:
     system, path = fsspec.core.url_to_fs(pattern)
     files = sorted(system.glob(path, detail=True).items())
     prefix = re.match("(.+?://)?", pattern)[0]  # such as gs://
-    return [(prefix + p, info["size"]) for p, info in files if info["type"] == "file"]
+    return [(prefix + p, x["size"]) for p, x in files if x["type"] != "directory"]
 
 
 def source_files(source: str, split: str, cfg: Config) -> list[File]:
@@ -821,8 +828,8 @@ def find_task(name: str, cfg: Config) -> Task:
 def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     """Return a task and the files of a split, [] if it lacks the split."""
     task = find_task(name, cfg)
-    validation_source = cfg.data.validation_source if name == cfg.data.task else ""
-    if validation_source and split == "validation":
+    validation_source = cfg.data.validation_source
+    if validation_source and name == cfg.data.task and split == "validation":
         task = task._replace(source=validation_source)
     files = source_files(task.source, split, cfg) if split in task.splits else []
     if validation_source or re.search(r"{split}|^(hf|tfds|seqio):", task.source):

@@ -18,7 +18,7 @@ import json
 import math
 import re
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -39,15 +39,19 @@ from configs import METRICS, Config, UserError
 def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> list[dict]:
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
     x = model.encode_and_decode(params, batch, cfg.model)
+    unsmoothed = replace(cfg, train=replace(cfg.train, label_smoothing=0.0))
     weights = [w.astype("float32") for w in (batch.target_segments > 0, is_content)]
-    return [model.loss_sums(params, x, batch.targets, w, cfg)[1] for w in weights]
+    return [
+        model.loss_sums(params, x, batch.targets, w, c)[1]
+        for w, c in zip(weights, (cfg, unsmoothed))
+    ]
 
 
 def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:
     """Return the mean losses and the accuracy (0 to 1) over all target tokens.
 
-    content_loss leaves out EOS and sentinels, so it can be compared with unigram_loss.
-    bits_per_byte can be compared between vocabularies.
+    content_loss leaves out EOS, sentinels and label smoothing, so it can be compared with
+    unigram_loss, and bits_per_byte between vocabularies.
     """
     sums, content, num_bytes = collections.Counter(), collections.Counter(), 0
     for batch in batches:
@@ -106,8 +110,8 @@ def read_pairs(name: str, split: str, cfg: Config, limit=None) -> list[dict]:
     examples = list(itertools.islice(data.read_task(name, split, cfg), limit))
     if not examples or "targets" not in examples[0]:
         raise UserError(
-            f"The task {name} has no split {split} with pairs of inputs and targets: "
-            f"choose another --split, other --tasks, or --mode loss."
+            f"The task {name} has no split {split} with pairs of inputs and targets in "
+            f"{data.find_task(name, cfg).source}: choose another --split, or --mode loss."
         )
     return examples
 
@@ -115,6 +119,8 @@ def read_pairs(name: str, split: str, cfg: Config, limit=None) -> list[dict]:
 def postprocess(task: data.Task, text: str, example: dict, is_target: bool):
     """Turn a target or an output into the value that the metrics of a task compare."""
     if task.postprocess == "label":
+        if is_target and text not in task.choices:
+            configs.print_once(f"The target {text!r} is not a choice: metrics are wrong.")
         return task.choices.index(text) if text in task.choices else -1
     if task.postprocess == "answers":
         return all_answers(example) if is_target else text
@@ -152,7 +158,7 @@ def compute_metrics(task: data.Task, examples, targets, outputs) -> tuple[dict, 
     for function in functions:
         values = function(targets, predictions)
         if not isinstance(values, dict):
-            raise UserError(f"A metric must return a dict of numbers, not {values!r}.")
+            raise UserError(f"{function} must return a dict of numbers, not {values!r}.")
         if duplicates := metrics.keys() & values.keys():
             raise UserError(f"Two metrics of a task have the name {duplicates}.")
         metrics |= values
@@ -181,11 +187,6 @@ def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
         configs.print_once(
             f"{name}: a perfect model has {possible}, not {best}. The vocabulary cannot "
             f"write some targets, or --data.targets_length cuts them."
-        )
-    unknown = set(targets) - set(task.choices)
-    if task.postprocess == "label" and unknown:
-        configs.print_once(
-            f"{name}: the metrics are wrong: {unknown} is not among the choices."
         )
 
 

@@ -371,6 +371,8 @@ def mean_embeddings(params: dict, batch: data.Batch, arch: ModelConfig) -> Array
 # ---- batches of examples ---------------------------------------------------------------
 
 
+# the fields of a line that infer.py writes
+RESULTS = {"prediction", "predictions", "scores", "score", "embedding"}
 SORTED_BATCHES = 16  # the batches of a block, in which examples are sorted by length
 
 
@@ -497,10 +499,7 @@ def line_ids(line: dict, side: str, index: int, cfg: Config, tokenizer) -> list[
     V, value = cfg.model.vocab_size, line.get(side)
     if isinstance(value, str):
         (ids,) = tokenizer.encode([value])
-        ended = data.trim_and_add_eos(ids, side, data.Task(), cfg.data).tolist()
-        if len(ended) <= len(ids):
-            configs.print_once(f"Some {side} are cut to --data.{side}_length.")
-        return ended
+        return data.trim_and_add_eos(ids, side, data.Task(), cfg.data).tolist()
     is_ids = isinstance(value, list) and all(type(i) is int and 0 <= i < V for i in value)
     if not is_ids:
         raise UserError(
@@ -586,7 +585,7 @@ def skip_answered(file, examples: Iterator[Request], block_size: int) -> int:
     for text in itertools.islice(file, done):
         line = next(examples, Request([])).line
         old, new = json.loads(text), json.loads(to_json(line))
-        if any(old.get(side) != new.get(side) for side in ("inputs", "targets")):
+        if any(old.get(name) != new[name] for name in new.keys() - RESULTS):
             raise UserError(f"{file.name} was begun with other inputs: remove it.")
     file.truncate()
     return done
@@ -596,7 +595,7 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     """Write OUTPUT.DIGEST.partial, or continue that of a killed command. Rename it."""
     cfg, mode = options.cfg, options.mode
     if os.path.exists(options.output):
-        raise UserError(f"{options.output} exists already: name another --output.")
+        raise UserError(f"{options.output} is complete: name another --output.")
     examples = read_input(options, tokenizer)
     file, done = None, 0
     if partition.is_main_process():
@@ -656,7 +655,7 @@ def main() -> None:
     file_flags = options.input, options.output, options.mode, options.shard
     from_text = file_flags == ("", "", "predict", "0/1")
     if not (from_file or from_text):
-        raise UserError("--mode, --shard and --input need --input and --output.")
+        raise UserError("Give one text, or --input and --output, which other flags need.")
     cfg, tokenizer = start_inference(options)
     step = partition.resolve_step(options.run_dir, options.step)
     params = load_params(cfg, options.run_dir, step)

@@ -591,8 +591,11 @@ def parse(argv: list[str] | None = None) -> Options:
     if partition.Checkpoints(run_dir).steps():
         return parse_resumed(flags, run_dir, argv)
     init_from = flags.init_from
-    has_settings = flags.run_dir and (configs.to_path(run_dir) / "config.json").exists()
-    if has_settings and not flags.config:  # It was killed before its first checkpoint.
+    has_settings = (configs.to_path(run_dir) / "config.json").exists()
+    if has_settings:
+        configs.load_run(run_dir)  # refuses a folder of Hugging Face, for example
+    if has_settings and flags.run_dir and not flags.config:
+        # The run was killed before its first checkpoint.
         cfg, metadata = configs.load_run_and_tasks(run_dir)
         init_from = init_from or metadata["init_from"]
     else:

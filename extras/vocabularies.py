@@ -58,8 +58,8 @@ class OwnTokenizer(data.Tokenizer):
 
     def encode_text(self, text: str) -> list[int]:
         ids = []
-        for part in re.split(r"(<extra_id_\d+>)", text):
-            number = int(part[10:-1]) if part.startswith("<extra_id_") else self.extra_ids
+        for i, part in enumerate(re.split(r"(<extra_id_\d+>)", text)):
+            number = int(part[10:-1]) if i % 2 else self.extra_ids
             if number < self.extra_ids:
                 ids.append(self.first_sentinel - number)
             else:
