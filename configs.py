@@ -248,7 +248,7 @@ def load_extras() -> None:
 def load_recipe(name: str) -> Config:
     """Return the Config of a recipe, or of a Python file that defines CONFIG.
 
-    The file may also define TASKS, MIXTURES, METRICS and a VOCABULARY.
+    The file may also define TASKS, MIXTURES and a VOCABULARY.
     """
     global VOCABULARY
     if not name.endswith(".py"):
@@ -261,7 +261,6 @@ def load_recipe(name: str) -> Config:
     exec(compile(to_path(name).read_text(), name, "exec"), namespace)
     TASKS.update(namespace.get("TASKS", {}))
     MIXTURES.update(namespace.get("MIXTURES", {}))
-    METRICS.update(namespace.get("METRICS", {}))
     VOCABULARY = namespace.get("VOCABULARY", VOCABULARY)
     return namespace["CONFIG"]
 

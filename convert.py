@@ -495,14 +495,6 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
                 f"{folder}: config.json has {field} {config[field]}, but the weights or "
                 f"plain T5 have {value}."
             )
-    others = (
-        generation.keys() - SPECIAL_IDS - {"_from_model_config", "transformers_version"}
-    )
-    if others:
-        print(
-            f"generation_config.json is not converted: it sets "
-            f"{', '.join(sorted(others))}. See the --decode flags of infer.py."
-        )
     return arrays, arch
 
 

@@ -661,12 +661,6 @@ def read_parquet(path):
             yield from batch.select(batch.schema.names).to_pylist()
 
 
-def read_parallel(inputs, targets):
-    """Yield each line of one file with the same line of another file."""
-    for a, b in zip(read_lines(inputs), read_lines(targets), strict=True):
-        yield {"inputs": a.rstrip("\r\n"), "targets": b.rstrip("\r\n")}
-
-
 @cache
 def read_python():
     """Return the pages of Python's manual, and the docstrings of each of its modules."""
@@ -683,7 +677,7 @@ def read_python():
 
 READERS = {
     "text": read_text, "jsonl": read_jsonl, "csv": partial(read_table, ","),
-    "tsv": partial(read_table, "\t"), "parquet": read_parquet, "parallel": read_parallel,
+    "tsv": partial(read_table, "\t"), "parquet": read_parquet,
 }  # fmt: skip
 
 
@@ -709,11 +703,8 @@ def source_files(source: str, split: str, cfg: Config) -> list[File]:
     if kind not in READERS:
         kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
         raise UserError(f"{source!r} is not a source KIND:NAME. The kinds are {kinds}.")
-    patterns = filled.split(",") if kind == "parallel" else [filled]
-    files = []
-    for parallel in zip(*map(find_files, patterns), strict=True):
-        paths, sizes = zip(*parallel)
-        files.append(File(paths[0], partial(READERS[kind], *paths), sum(sizes)))
+    found = find_files(filled)
+    files = [File(path, partial(READERS[kind], path), size) for path, size in found]
     if not files and (filled == name or split == "train"):
         raise UserError(f"No file matches {filled}.")
     return files
@@ -849,10 +840,10 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     return task, parts
 
 
-def absolute_source(source: str) -> tuple[str, ...]:
+def absolute_source(source: str) -> tuple[str, str]:
     """Return the kind and the files of a source, in which tsv:./a.tsv is tsv:a.tsv."""
-    kind, _, names = source.partition(":")
-    return kind, *(x if "://" in x else os.path.abspath(x) for x in names.split(","))
+    kind, _, name = source.partition(":")
+    return kind, name if "://" in name else os.path.abspath(name)
 
 
 def read_task(name: str, split: str, cfg: Config) -> Iterator[dict]:

@@ -375,8 +375,8 @@ def write_pairs(path, count, first=0):
 
 @contextlib.contextmanager
 def own_tables():
-    """Forget the tasks, mixtures, metrics and vocabulary that are added within."""
-    tables = configs.TASKS, configs.MIXTURES, configs.METRICS
+    """Forget the tasks, mixtures and vocabulary that are added within."""
+    tables = configs.TASKS, configs.MIXTURES
     before = [dict(table) for table in tables]
     try:
         yield
@@ -897,9 +897,8 @@ RECIPE = """
 from configs import *
 import data
 CONFIG = replace(RECIPES["tiny"], train=TrainConfig(steps=7))
-TASKS = {"mine": data.Task("text:mine.txt", metrics=("half",))}
+TASKS = {"mine": data.Task("text:mine.txt")}
 MIXTURES = {"both": {"mine": 1.0, "random": 3.0}}
-METRICS = {"half": lambda targets, predictions: {"half": 50.0}}
 """
 
 
@@ -962,13 +961,12 @@ def test_wrong_flags_are_refused(flags, capsys):
     assert error.value.code
 
 
-def test_a_recipe_file_adds_tasks_mixtures_and_metrics(tmp_path, tables):
+def test_a_recipe_file_adds_tasks_and_mixtures(tmp_path, tables):
     (tmp_path / "my.py").write_text(RECIPE)
     options = train.parse(["--config", str(tmp_path / "my.py")])
     assert options.cfg.train.steps == 7 and options.run_dir == "runs/my"
     assert data.find_task("mine", options.cfg).source == "text:mine.txt"
     assert data.mixture_rates("both", options.cfg) == {"mine": 1.0, "random": 3.0}
-    assert evaluate.METRICS["half"]([], []) == {"half": 50.0}
     assert configs.VOCABULARY is None
 
 
@@ -1280,8 +1278,6 @@ def gz(text):
         ("csv", {"a": "\ufeffx,y\nNA,None\n"}, [{"x": "NA", "y": "None"}]),
         ("tsv", {"a": 'inputs\ttargets\n"a\t"b\n""\tc"\r\n'},
          [{"inputs": '"a', "targets": '"b'}, {"inputs": '""', "targets": 'c"'}]),
-        ("parallel", {"1.de": "a\nb \n", "2.en": "c\nd"},
-         [{"inputs": "a", "targets": "c"}, {"inputs": "b ", "targets": "d"}]),
     ],
 )  # fmt: skip
 def test_sources_keep_every_character(kind, files, expected, tmp_path):
@@ -1290,9 +1286,7 @@ def test_sources_keep_every_character(kind, files, expected, tmp_path):
         real = tmp_path.with_name(f"{tmp_path.name}.{name}")
         real.write_bytes(content)
         (tmp_path / name).symlink_to(real)
-    name = f"{tmp_path}/*"
-    name = f"{tmp_path}/1.*,{tmp_path}/2.*" if kind == "parallel" else name
-    opened = data.source_files(f"{kind}:{name}", "train", BYTES)
+    opened = data.source_files(f"{kind}:{tmp_path}/*", "train", BYTES)
     assert [row for file in opened for row in file.read()] == expected
     sizes = [path.stat().st_size for path in tmp_path.iterdir()]
     assert sum(file.size for file in opened) == sum(sizes)
@@ -1369,17 +1363,6 @@ def test_a_damaged_example_stops_the_run_and_is_named(kind, content, message, tm
         next(data.Batches(cfg, TOKENIZER))
 
 
-def test_parallel_files_of_different_lengths_are_refused(tmp_path):
-    for name, content in {"1.de": "a\nb\n", "1.en": "c\n", "2.en": "d\n"}.items():
-        (tmp_path / name).write_text(content)
-    source = f"parallel:{tmp_path}/1.de,{tmp_path}/1.en"
-    cfg = change(BYTES, data=dict(source=source, validation_source="x:"))
-    with pytest.raises(UserError, match="1.de, record 2.*shorter"):
-        next(data.Batches(cfg, TOKENIZER))
-    with pytest.raises(ValueError):
-        data.source_files(f"parallel:{tmp_path}/1.de,{tmp_path}/*.en", "train", cfg)
-
-
 @pytest.mark.parametrize(
     "source, message",
     [("a.jsonl", "KIND:NAME"), ("jason:a", "KIND:NAME"),
@@ -1416,8 +1399,6 @@ def test_nothing_is_held_out_of_files_that_only_evaluate(tmp_path):
     assert sum(1 for _ in data.read_task(other, "validation", cfg)) == 30
     for same in ("text_to_text", source, source.replace("/a.jsonl", "/./a.jsonl")):
         assert sum(1 for _ in data.read_task(same, "validation", cfg)) < 10
-    left, right = "parallel:./a,b", "parallel:a,./b"
-    assert data.absolute_source(left) == data.absolute_source(right)
     cfg = change(cfg, data=dict(validation_source=other))
     assert sum(1 for _ in data.read_task("text_to_text", "train", cfg)) == 40
     assert sum(1 for _ in data.read_task(source, "validation", cfg)) == 40
@@ -2739,8 +2720,8 @@ def test_a_task_without_pairs_or_split_is_refused(evaluated):
 OWN_TASKS = """
 from configs import RECIPES
 import data
-METRICS = {"length": lambda targets, predictions: {"length": float(len(targets))}}
-TASKS = {"own": data.Task("jsonl:rows.jsonl", metrics=("length", "accuracy"))}
+length = lambda targets, predictions: {"length": float(len(targets))}
+TASKS = {"own": data.Task("jsonl:rows.jsonl", metrics=(length, "accuracy"))}
 CONFIG = RECIPES["tiny"]
 """
 
@@ -3806,9 +3787,8 @@ def yes(example):
     return [{"inputs": example["a"], "targets": "yes", "answer_choices": ["no", "yes"]}]
 
 VOCABULARY = Letters()
-METRICS = {"wrong": wrong}
 TASKS = {
-    "next": Task("csv:{split}.csv", template("{a} ?", "{b}"), ("wrong",)),
+    "next": Task("csv:{split}.csv", template("{a} ?", "{b}"), (wrong,)),
     "yes": Task("csv:{split}.csv", yes),
 }
 MIXTURES = {"both": {"next": 3.0, "yes": 1.0}}
