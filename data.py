@@ -169,12 +169,12 @@ class Tokenizer:
     file_name = "spiece.model"  # its name in a run
 
     def __init__(self, serialized: bytes, extra_ids: int):
-        model = sentencepiece_model_pb2.ModelProto.FromString(serialized)
-        if not any("<extra_id_" in piece.piece for piece in model.pieces):
+        proto = sentencepiece_model_pb2.ModelProto.FromString(serialized)
+        if not any("<extra_id_" in piece.piece for piece in proto.pieces):
             for i in reversed(range(extra_ids)):
-                model.pieces.add(piece=f"▁<extra_id_{i}>", type="USER_DEFINED")
-        self.set_pieces(serialized, [piece.piece for piece in model.pieces])
-        content = model.SerializeToString()
+                proto.pieces.add(piece=f"▁<extra_id_{i}>", type="USER_DEFINED")
+        self.set_pieces(serialized, [piece.piece for piece in proto.pieces])
+        content = proto.SerializeToString()
         self.processor = sentencepiece.SentencePieceProcessor(model_proto=content)
 
     def set_pieces(self, serialized: bytes, pieces: list[str]) -> None:
@@ -261,10 +261,10 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
         if characters < 0:
             break
     print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
-    model = io.BytesIO()
+    output = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(lines),
-        model_writer=model,
+        model_writer=output,
         vocab_size=size,
         hard_vocab_limit=False,  # A small text gives fewer pieces.
         pad_id=PAD,
@@ -276,7 +276,7 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
         minloglevel=2,
         num_threads=4,  # fixed, because another number gives another vocabulary
     )
-    return model.getvalue()
+    return output.getvalue()
 
 
 # ---- documents and examples ------------------------------------------------------------
@@ -426,7 +426,9 @@ class Cursor(NamedTuple):
     """Where a task is.
 
     To restart, open `file`, skip `record` records, read a window, shuffle it with the
-    first three numbers as seeds, and skip `taken` examples.
+    first three numbers as seeds, and skip `taken` examples. Cursor(1, 0, 40, 7, 207): in
+    the second epoch, the window begins after record 40 of file 0. Seven of its examples
+    were taken, and 207 of the task.
     """
 
     epoch: int = 0

@@ -303,14 +303,13 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
     pairs = itertools.starmap(infer.Request, id_pairs)
     scores = np.array(list(infer.process_examples(params, cfg, pairs, "score")))
     lengths = [len(targets) for _, targets in id_pairs]
-    if normalize:
-        scores /= lengths
+    ranked = scores / lengths if normalize else scores
     lines = []
     for group in groups:
-        best = group[np.argmax(np.float32(scores[group]))]
+        best = group[np.argmax(np.float32(ranked[group]))]
         line = {
             "choices": [texts[i] for i in group],
-            "scores": scores[group].tolist(),
+            "scores": ranked[group].tolist(),
             "targets": [texts[i] for i in group if correct[i]],
             "prediction": texts[best],
             "is_correct": correct[best],
@@ -319,7 +318,7 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
     labels = zip(indices, correct, weights, lengths)
     choice_sets = {tuple(x.get("answer_choices", task.choices)) for x in examples}
     num_classes = len(choice_sets.pop()) if len(choice_sets) == 1 else None
-    return rank_classification(labels, scores, num_classes), lines
+    return rank_classification(labels, scores, num_classes, normalize), lines
 
 
 # ---- metrics ---------------------------------------------------------------------------

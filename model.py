@@ -154,7 +154,7 @@ def split_rng(rng, n: int):
 
 # ---- attention -------------------------------------------------------------------------
 # encode, decode              make masks, and for each layer a function `attend`
-#   make_attend               returns it; each device has its own rows and heads
+#   make_attend               returns it
 #     position_bias           looks up a learned bias for the bucket of each distance
 #     dot_product_attention   softmax(q k^T + bias) v
 #   attention                 normalizes, projects to heads, attends, projects back
@@ -218,7 +218,7 @@ def attention_mask(query_segments: Array, key_segments: Array, causal=False) -> 
     mask = query_segments[:, None, :, None] == key_segments[:, None, None, :]
     if causal:
         mask &= np.tri(*mask.shape[2:], dtype=bool)
-    # A TPU's kernel needs int8. To cast here, and not in each layer, saves 1.6 % of a step.
+    # int8, which the TPU's kernel needs: cast once, and not in each layer
     return mask.astype(jnp.int8)
 
 
@@ -236,6 +236,24 @@ def dot_product_attention(
     # Not -inf: where all keys are masked, which is padding, a softmax would be NaN.
     probs = jax.nn.softmax(jnp.where(mask, scores, -1e10), axis=-1)
     return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
+
+
+def make_attend(
+    mask: Array, arch: ModelConfig, relative_bias=None, bidirectional: bool = False
+) -> Callable:
+    """Return a function (q, k, v) that computes attention.
+
+    relative_bias [H, R]: the position biases, or None in cross-attention.
+    """
+
+    def attend(q, k, v, mask, relative_bias):
+        bias = None
+        if relative_bias is not None:
+            bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
+        return fastest_attention(arch)(q, k, v, mask, bias)
+
+    attend = on_each_device(attend)
+    return lambda q, k, v: attend(q, k, v, mask, relative_bias)
 
 
 def split_heads(x: Array, arch: ModelConfig) -> Array:
@@ -395,14 +413,18 @@ def cross_entropy(
     logits [B, T, V] float32, targets [B, T]. Returns {metric: array [B, T]}.
     """
     V = logits.shape[-1]
-    # The smoothed target has the probability `on` at the target, and `off` elsewhere.
-    on, off = 1 - label_smoothing, label_smoothing / (V - 1)
-    entropy = -(on * math.log(on) + (V - 1) * off * math.log(off + 1e-20))
     log_z = jax.nn.logsumexp(logits, axis=-1)
     # The gradient of a lookup would be a scatter, that of this sum is a product.
     target_logit = jnp.sum(jax.nn.one_hot(targets, V) * logits, axis=-1)
-    loss = log_z - (on - off) * target_logit - off * jnp.sum(logits, axis=-1) - entropy
-    # An argmax would be another pass over the logits: 4 % of a step on a TPU.
+    loss = log_z - target_logit
+    if label_smoothing:
+        # The smoothed target has the probability `on` at the target, and `off` elsewhere.
+        on, off = 1 - label_smoothing, label_smoothing / (V - 1)
+        entropy = -(on * math.log(on) + (V - 1) * off * math.log(off))
+        loss = (
+            log_z - (on - off) * target_logit - off * jnp.sum(logits, axis=-1) - entropy
+        )
+    # An argmax would be another pass over the logits.
     is_largest = target_logit == jnp.max(logits, axis=-1)
     all_equal = target_logit - log_z < 1e-3 - math.log(V)  # as of a model of zeros
     return {
@@ -469,7 +491,7 @@ def resolve_auto(arch: ModelConfig) -> ModelConfig:
         has_kernel = attention_kernel.is_its_equation(dot_product_attention)
         if not has_kernel:
             configs.print_once("dot_product_attention is edited: no kernel replaces it.")
-    # Chunks save 0.4 GB of T5 small on a TPU, and far more with the vocabulary of mT5.
+    # Chunks save memory, most with a large vocabulary.
     chunks = platform == "tpu" or arch.vocab_size > 1 << 16
     best = {
         "dtype": "float32" if platform == "cpu" else "bfloat16",
@@ -493,33 +515,22 @@ def repeat_rows(bias: Array, rows: int) -> Array:
     return jnp.einsum("b,hqk->bhqk", jnp.ones(rows), bias)
 
 
-def make_attend(
-    mask: Array, arch: ModelConfig, relative_bias=None, bidirectional: bool = False
-) -> Callable:
-    """Return a function (q, k, v) that computes attention on all devices.
+def fastest_attention(arch: ModelConfig) -> Callable:
+    """Return dot_product_attention, or a kernel of extras/ that computes the same."""
+    if resolve_auto(arch).attention_impl != "kernel":
+        return dot_product_attention
+    from extras import attention_kernel
 
-    Each device attends for its own rows and heads, without communication.
-    relative_bias [H, R]: the position biases, or None in cross-attention.
-    """
-    attend = dot_product_attention
-    if resolve_auto(arch).attention_impl == "kernel":
-        from extras import attention_kernel
+    return attention_kernel.attend  # on a GPU, with a bias in bfloat16
 
-        attend = attention_kernel.attend  # faster; on a GPU, with a bias in bfloat16
 
-    def on_device(q, k, v, mask, relative_bias):
-        bias = None
-        if relative_bias is not None:
-            bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
-        return attend(q, k, v, mask, bias)
-
-    if not get_abstract_mesh().empty:
-        by_head = spec(("batch", "heads"))
-        specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
-        on_device = jax.shard_map(
-            on_device, in_specs=specs, out_specs=by_head, check_vma=False
-        )
-    return lambda q, k, v: on_device(q, k, v, mask, relative_bias)
+def on_each_device(attend: Callable) -> Callable:
+    """Let each device attend for its own rows and heads, without communication."""
+    if get_abstract_mesh().empty:
+        return attend
+    by_head = spec(("batch", "heads"))
+    specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
+    return jax.shard_map(attend, in_specs=specs, out_specs=by_head, check_vma=False)
 
 
 # What the forward pass saves for the backward pass, which recomputes everything else.
@@ -559,7 +570,7 @@ def apply_layers(
         return layer(gather_weights(stack_name, w, arch), x, rng), None
 
     # A loop copies the weights of each layer out of the stacked arrays. Unrolled, a step
-    # of T5 small takes a quarter fewer cycles on a TPU, but it compiles longer.
+    # is faster on a TPU or GPU, but it compiles longer.
     unroll = partition.platform() != "cpu" and depth <= 24 and arch.d_model <= 2048
     # If the loop is unrolled, a barrier keeps XLA from saving what is recomputed.
     body = jax.checkpoint(body, policy=REMAT_POLICIES[arch.remat], prevent_cse=unroll)

@@ -242,13 +242,13 @@ def read_headers(folder: Path) -> tuple[dict[str, list], Any]:
 
 def read_shard(header: dict) -> np.ndarray:
     """Read the numbers of one shard, and verify their checksum."""
-    data = np.empty([stop - start for start, stop in header["bounds"]], header["dtype"])
+    array = np.empty([stop - start for start, stop in header["bounds"]], header["dtype"])
     with header["file"].open("rb") as file:
         file.seek(header["offset"])
-        size = file.readinto(data.reshape(-1).view(np.uint8).data)
-    if size != data.nbytes or zlib.crc32(data) != header["crc32"]:
+        size = file.readinto(array.reshape(-1).view(np.uint8).data)
+    if size != array.nbytes or zlib.crc32(array) != header["crc32"]:
         raise damaged_error(header["file"])
-    return data
+    return array
 
 
 def read_slice(headers: list[dict], index: tuple, loaded: dict) -> np.ndarray:

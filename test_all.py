@@ -360,49 +360,6 @@ def test_lesson_data_packing_equals_a_slow_version(limits, share):
         assert data.pack(sizes, limits).tolist() == pack_slowly(sizes.tolist(), limits)
 
 
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"jsonl:{path}"
-
-
-def write_pairs(path, count, first=0):
-    """Write pairs of which no two have equal inputs."""
-    rng = np.random.default_rng(first)
-    texts = [f"{first + i}" + "x" * rng.integers(1, 20) for i in range(count)]
-    rows = [{"inputs": x, "targets": "y" * (i % 9)} for i, x in enumerate(texts)]
-    return write_jsonl(path, rows)
-
-
-@contextlib.contextmanager
-def own_tables():
-    """Forget the tasks, mixtures and vocabulary that are added within."""
-    tables = configs.TASKS, configs.MIXTURES
-    before = [dict(table) for table in tables]
-    try:
-        yield
-    finally:
-        configs.VOCABULARY = None
-        for table, entries in zip(tables, before):
-            table.clear()
-            table.update(entries)
-
-
-@pytest.fixture
-def tables():
-    with own_tables():
-        yield
-
-
-@pytest.fixture
-def mixture(tmp_path, tables):
-    """Three tasks of 200, 57 and 9 pairs. The smallest is repeated most often."""
-    for number, (name, count) in enumerate({"a": 200, "b": 57, "c": 9}.items()):
-        write_pairs(tmp_path / f"{name}.train", count, 1000 * number)
-        configs.TASKS[name] = data.Task(f"jsonl:{tmp_path}/{name}.{{split}}")
-    configs.MIXTURES["abc"] = {"a": 4, "b": 2, "c": 1}
-    return change(BYTES, data=dict(task="abc"))
-
-
 def examples_of(batch):
     """Return the decoded inputs of all examples of a batch, in order."""
     return [
@@ -711,6 +668,106 @@ def test_lesson_evaluate_the_most_probable_choice_is_the_answer():
     assert normalized == {"accuracy": 100.0}
 
 
+def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
+    """T5X stores a matrix as [inputs, outputs], PyTorch as [outputs, inputs].
+
+    Both have one array for each layer, and plain T5 stacks them. A square matrix would fit
+    without the transpose, but the model would compute nonsense.
+    """
+    theirs = hf_state(SMALL.model)
+    params = params_of(write_model(tmp_path / "hf", SMALL.model, theirs))
+    name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
+    assert theirs[name].shape == (40, 48)  # d_model, d_ff
+    assert_array_equal(params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T)
+    t5x, hugging_face = convert.foreign_names("decoder/layers/mlp/down", layer=2)
+    assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
+
+
+def test_lesson_convert_a_tied_model_scales_its_logits():
+    """T5 1.0 multiplies the output of the decoder by d_model^-0.5, T5 1.1 does not.
+
+    If Hugging Face has another mixture, the factor becomes a part of the output layer.
+    """
+    embed, head = np.ones((7, 4), np.float32), np.full((7, 4), 8, np.float32)
+
+    def convert_head(head, **config):
+        arrays = {"decoder.block.0": 0, "shared.weight": embed, "lm_head.weight": head}
+        return convert.one_embedding(arrays, config, "model").get("lm_head.weight")
+
+    assert convert_head(embed, tie_word_embeddings=True) is None
+    assert convert_head(head, tie_word_embeddings=False)[0, 0] == 8
+    assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
+
+
+# ---- helpers of the other tests --------------------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def loss_and_gradients(params, batch, cfg):
+    """Return ((loss, sums), gradients) of model.loss_fn."""
+    return jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch, cfg)
+
+
+def place(params, cfg):
+    """Put parameters on the devices of the current mesh."""
+    table = model.param_table(cfg.model)
+    specs = jax.tree.map(lambda p: partition.spec(p.axes, cfg.mesh.fsdp), table)
+    return jax.device_put(params, specs)
+
+
+def recorded(name):
+    """Open a recorded result of T5X: a member of assets/t5x_cases.zip."""
+    return zipfile.ZipFile(HERE / "assets/t5x_cases.zip").open(name)
+
+
+def unflatten(arrays):
+    """{"params/embed": array} becomes {"embed": array}."""
+    return flax.traverse_util.unflatten_dict(arrays, sep="/")["params"]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"jsonl:{path}"
+
+
+def write_pairs(path, count, first=0):
+    """Write pairs of which no two have equal inputs."""
+    rng = np.random.default_rng(first)
+    texts = [f"{first + i}" + "x" * rng.integers(1, 20) for i in range(count)]
+    rows = [{"inputs": x, "targets": "y" * (i % 9)} for i, x in enumerate(texts)]
+    return write_jsonl(path, rows)
+
+
+@contextlib.contextmanager
+def own_tables():
+    """Forget the tasks, mixtures and vocabulary that are added within."""
+    tables = configs.TASKS, configs.MIXTURES
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        configs.VOCABULARY = None
+        for table, entries in zip(tables, before):
+            table.clear()
+            table.update(entries)
+
+
+@pytest.fixture
+def tables():
+    with own_tables():
+        yield
+
+
+@pytest.fixture
+def mixture(tmp_path, tables):
+    """Three tasks of 200, 57 and 9 pairs. The smallest is repeated most often."""
+    for number, (name, count) in enumerate({"a": 200, "b": 57, "c": 9}.items()):
+        write_pairs(tmp_path / f"{name}.train", count, 1000 * number)
+        configs.TASKS[name] = data.Task(f"jsonl:{tmp_path}/{name}.{{split}}")
+    configs.MIXTURES["abc"] = {"a": 4, "b": 2, "c": 1}
+    return change(BYTES, data=dict(task="abc"))
+
+
 def hf_state(m, seed=0):
     """Return {name in PyTorch: random float32 array} of a model."""
     rng, state = np.random.default_rng(seed), {}
@@ -786,63 +843,6 @@ def params_of(weights):
     """Return the parameters of a convert.Run, or of a folder, as a nested dict."""
     weights = convert.read_model(weights) if isinstance(weights, Path) else weights
     return unflatten(weights.arrays)
-
-
-def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
-    """T5X stores a matrix as [inputs, outputs], PyTorch as [outputs, inputs].
-
-    Both have one array for each layer, and plain T5 stacks them. A square matrix would fit
-    without the transpose, but the model would compute nonsense.
-    """
-    theirs = hf_state(SMALL.model)
-    params = params_of(write_model(tmp_path / "hf", SMALL.model, theirs))
-    name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
-    assert theirs[name].shape == (40, 48)  # d_model, d_ff
-    assert_array_equal(params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T)
-    t5x, hugging_face = convert.foreign_names("decoder/layers/mlp/down", layer=2)
-    assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
-
-
-def test_lesson_convert_a_tied_model_scales_its_logits():
-    """T5 1.0 multiplies the output of the decoder by d_model^-0.5, T5 1.1 does not.
-
-    If Hugging Face has another mixture, the factor becomes a part of the output layer.
-    """
-    embed, head = np.ones((7, 4), np.float32), np.full((7, 4), 8, np.float32)
-
-    def convert_head(head, **config):
-        arrays = {"decoder.block.0": 0, "shared.weight": embed, "lm_head.weight": head}
-        return convert.one_embedding(arrays, config, "model").get("lm_head.weight")
-
-    assert convert_head(embed, tie_word_embeddings=True) is None
-    assert convert_head(head, tie_word_embeddings=False)[0, 0] == 8
-    assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
-
-
-# ---- helpers of the other tests --------------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def loss_and_gradients(params, batch, cfg):
-    """Return ((loss, sums), gradients) of model.loss_fn."""
-    return jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch, cfg)
-
-
-def place(params, cfg):
-    """Put parameters on the devices of the current mesh."""
-    table = model.param_table(cfg.model)
-    specs = jax.tree.map(lambda p: partition.spec(p.axes, cfg.mesh.fsdp), table)
-    return jax.device_put(params, specs)
-
-
-def recorded(name):
-    """Open a recorded result of T5X: a member of assets/t5x_cases.zip."""
-    return zipfile.ZipFile(HERE / "assets/t5x_cases.zip").open(name)
-
-
-def unflatten(arrays):
-    """{"params/embed": array} becomes {"embed": array}."""
-    return flax.traverse_util.unflatten_dict(arrays, sep="/")["params"]
 
 
 def start(*args, cwd=HERE, devices=1, optimized=False):
