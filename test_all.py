@@ -1594,6 +1594,16 @@ def test_the_command_shows_rows_and_lists_tasks(mixture, byte_run):
     assert "glue_rte_v002" in shown and re.search(r"^b +2 +jsonl:", shown, re.MULTILINE)
 
 
+def test_the_shares_that_are_printed_by_hand(capsys):
+    """Of two examples in a row of 8 + 4 tokens, one is cut. Two of six inputs are unknown."""
+    pairs = [([2, 5, 1], [5, 6, 7, 1]), ([5, 2, 1], [])]
+    packed = data.fill_rows([pairs], (8, 4))
+    sizes = np.array([[len(side) for side in pair] for pair in pairs])
+    data.print_statistics(packed, sizes, (8, 4))
+    percents = re.findall(r"([\d.]+)%", capsys.readouterr().out)
+    assert percents == ["50", "75", "100", "33.33"]
+
+
 # ---- partition -------------------------------------------------------------------------
 
 
