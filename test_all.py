@@ -2928,6 +2928,10 @@ def test_the_speed_counts_the_rows_since_the_last_line(tmp_path, quiet, monkeypa
     train_small(tmp_path, log_every=2, eval_every=0, save_every=0)
     assert values_of(tmp_path, "timing/rows_per_second") == {2: 3.2, 4: 3.2, 6: 3.2}
     assert values_of(tmp_path, "timing/data_wait_fraction") == {2: 0.4, 4: 0.4, 6: 0.4}
+    cfg = small_run()
+    flops = model.train_flops(cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
+    found = values_of(tmp_path, "timing/teraflops")
+    assert found == pytest.approx({step: 3.2e-12 * flops for step in (2, 4, 6)})
 
 
 def test_a_run_can_be_in_a_bucket(tmp_path, quiet):
