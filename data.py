@@ -493,7 +493,7 @@ def print_statistics(packed: Batch, sizes: np.ndarray, limits: tuple[int, int]) 
     cut = (sizes >= limits).any(axis=1).mean()
     inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
     unknown = (packed.inputs == UNK).sum() / sizes[:, 0].sum()
-    print(f"data     {cut:.0%} of the examples fill a row (to pretrain, all) or were cut")
+    print(f"data     {cut:.1%} of the examples fill a row (to pretrain, all) or were cut")
     print(f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full")
     print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
 

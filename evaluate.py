@@ -158,7 +158,7 @@ def compute_metrics(task: data.Task, examples, targets, outputs) -> tuple[dict, 
     for function in functions:
         values = function(targets, predictions)
         if not isinstance(values, dict):
-            raise UserError(f"{function} must return a dict of numbers, not {values!r}.")
+            raise UserError(f"{function} returns {values!r}, and not a dict of numbers.")
         if duplicates := metrics.keys() & values.keys():
             raise UserError(f"Two metrics of a task have the name {duplicates}.")
         metrics |= values
@@ -445,6 +445,9 @@ class Options(configs.Options):
 
 def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> str:
     """Append mode, split and changed flags, so that each variant gets its own columns."""
+    for key in ("source", "validation_source"):
+        if (value := getattr(options.cfg.data, key)) != getattr(run_cfg.data, key):
+            name += f"-{value}"
     if mode == "rank":
         name += "-rank-normalized" if options.normalize else "-rank"
     if mode == "predict":
@@ -470,6 +473,10 @@ def main() -> None:
     options = configs.parse(Options)
     cfg, tokenizer = infer.start_inference(options)
     run_cfg, _ = configs.load_run(options.run_dir)
+    names = data.eval_tasks(cfg, options.tasks)
+    sources = [(c.data.source, c.data.validation_source) for c in (cfg, run_cfg)]
+    if sources[0] != sources[1] and cfg.data.task not in names:
+        raise UserError(f"Other sources need --data.task: it is {cfg.data.task} here.")
     folder = configs.to_path(options.output or f"{options.run_dir}/eval")
     steps = partition.Checkpoints(options.run_dir).steps()
     if options.step != "all" or not steps:
@@ -482,7 +489,7 @@ def main() -> None:
     }
     for step in steps:
         params = infer.load_params(cfg, options.run_dir, step)
-        for name in data.eval_tasks(cfg, options.tasks):
+        for name in names:
             task = data.find_task(name, cfg)
             mode = options.mode or ("predict" if task.metrics else "loss")
             metrics, lines = modes[mode](params, cfg, name, options.split, tokenizer)

@@ -595,7 +595,7 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     """Write OUTPUT.DIGEST.partial, or continue that of a killed command. Rename it."""
     cfg, mode = options.cfg, options.mode
     if os.path.exists(options.output):
-        raise UserError(f"{options.output} is complete: name another --output.")
+        raise UserError(f"{options.output} exists already: name another --output.")
     examples = read_input(options, tokenizer)
     file, done = None, 0
     if partition.is_main_process():

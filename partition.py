@@ -66,7 +66,7 @@ def set_mesh(cfg: Config, devices: list | None = None) -> Mesh:
     model_size = cfg.mesh.model
     data_size = len(devices) // model_size
     for name, size, parts in (
-        ("the number of devices", len(devices), model_size),
+        ("--mesh.model: the number of devices", len(devices), model_size),
         ("--model.num_heads", cfg.model.num_heads, model_size),
         ("--model.d_ff", cfg.model.d_ff, model_size),
         ("--model.vocab_size", cfg.model.vocab_size, model_size),

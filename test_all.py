@@ -1601,7 +1601,7 @@ def test_the_shares_that_are_printed_by_hand(capsys):
     sizes = np.array([[len(side) for side in pair] for pair in pairs])
     data.print_statistics(packed, sizes, (8, 4))
     percents = re.findall(r"([\d.]+)%", capsys.readouterr().out)
-    assert percents == ["50", "75", "100", "33.33"]
+    assert percents == ["50.0", "75", "100", "33.33"]
 
 
 # ---- partition -------------------------------------------------------------------------
@@ -2772,6 +2772,8 @@ def test_other_flags_get_columns_of_their_own(byte_run):
     assert name("t", "loss", options, run) == "t"
     options = replace(options, split="test", normalize=True)
     assert name("t", "rank", options, run) == "t-rank-normalized-test"
+    options = evaluate.Options(change(run, data=dict(source="tsv:b")))
+    assert name("t", "loss", options, run) == "t-tsv:b"
 
 
 # ---- train: learning rate and optimizer ------------------------------------------------
@@ -3776,8 +3778,10 @@ def test_job_translation(pretrained, here):
         "evaluate --run_dir wmt --step all --csv bleu.csv --plot bleu.png "
         "--data.source tsv:{split}.tsv --output eval"
     )
-    assert values_of("eval", name) == pytest.approx(bleu)
-    line = Path("eval/wmt_t2t_ende_v003-01000150.jsonl").read_text().splitlines()[0]
+    other = name.replace("/bleu", "-tsv:{split}.tsv/bleu")
+    assert values_of("eval", other) == pytest.approx(bleu)
+    (path,) = Path("eval").glob("wmt_t2t_ende_v003-tsv*-01000150.jsonl")
+    line = path.read_text().splitlines()[0]
     assert json.loads(line)["inputs"] == f"translate English to German: {pairs[0]['en']}"
     assert Path("bleu.csv").exists() and Path("bleu.png").exists()
 
@@ -3936,6 +3940,7 @@ WRONG = [
     ("evaluate --run_dir RUN --split dev", "dev"),
     ("evaluate --run_dir RUN --mode rank", "c4_v220_span_corruption"),
     ("evaluate --run_dir RUN --step 7", "step 7"),
+    ("evaluate --run_dir RUN --tasks jsonl:pairs.jsonl --data.source x:", "data.task"),
     ("evaluate --run_dir RUN --tasks jsonl:pairs.jsonl --mode rank", "Example 1"),
     ("infer --run_dir RUN --input pairs.jsonl", "--output"),
     ("infer --run_dir RUN --shard 1/2 text", "--output"),

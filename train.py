@@ -235,11 +235,11 @@ def train_step(
 def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]:
     """Return the abstract state, and the training step, lowered for the compiler."""
     rows = cfg.train.batch_size
-    parts = cfg.train.microbatches * mesh.shape["data"]
-    if rows % parts:
+    microbatches, devices = cfg.train.microbatches, mesh.shape["data"]
+    if rows % (microbatches * devices):
         raise UserError(
-            f"--train.batch_size {rows} cannot be split into {parts} equal parts: "
-            f"--train.microbatches, times the devices that share a microbatch."
+            f"--train.batch_size {rows} cannot be split into {microbatches} microbatches "
+            f"with equal parts for {devices} devices (or groups of --mesh.model devices)."
         )
 
     def ids(length):
