@@ -3,8 +3,9 @@
     records -> documents -> token ids -> examples (inputs, targets) -> rows -> batches
 
 A record is a dict from a file. A task makes documents of it, which are texts or pairs of
-texts. Span corruption joins documents and cuts them into examples; a pair is an example
-already. A row of a batch holds one example or several packed ones.
+texts. Span corruption joins the documents of a window, which are read at once, and cuts
+them into chunks. A chunk becomes an example; a pair is one already. A row of a batch
+holds one example or several packed ones.
 
     python data.py --show 3                                     print rows of a batch
     python data.py --data.task glue_v002_proportional --list    list tasks and rates
