@@ -2606,6 +2606,7 @@ def test_the_loss_is_a_mean_over_all_tokens_of_all_batches():
     params["unembed"] *= 0
     found = evaluate.evaluate_loss(params, cfg, batches, tokenizer)
     assert found["bits_per_byte"] == pytest.approx(math.log2(300), rel=1e-5)
+    assert found["accuracy"] == 0  # Equal logits predict nothing.
 
 
 def test_a_text_becomes_a_value_and_the_values_become_metrics():
