@@ -588,41 +588,32 @@ def parse(argv: list[str] | None = None) -> Options:
     """
     flags = configs.first_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
-    if partition.Checkpoints(run_dir).steps():
-        return parse_resumed(flags, run_dir, argv)
-    init_from = flags.init_from
-    has_settings = (configs.to_path(run_dir) / "config.json").exists()
-    if has_settings:
+    resumes = bool(partition.Checkpoints(run_dir).steps())
+    has_settings = resumes or (configs.to_path(run_dir) / "config.json").exists()
+    stored, remembered = None, ""
+    # A run that was killed before its first checkpoint has settings, too.
+    if resumes or (has_settings and flags.run_dir and not flags.config):
+        stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
+        remembered = metadata["init_from"]
+    elif has_settings:
         configs.load_run(run_dir)  # refuses a folder of Hugging Face, for example
-    if has_settings and flags.run_dir and not flags.config:
-        # The run was killed before its first checkpoint.
-        cfg, metadata = configs.load_run_and_tasks(run_dir)
-        init_from = init_from or metadata["init_from"]
-    else:
+    init_from = flags.init_from or remembered
+    if resumes and configs.to_path(init_from) != configs.to_path(remembered):
+        raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
+    cfg = stored
+    if flags.config or not stored:
         cfg = configs.load_recipe(flags.config or "tiny")
     if init_from:
-        origin, _ = configs.load_run(init_from)
+        # The run that a resumed one started from may be gone.
+        origin = stored if resumes else configs.load_run(init_from)[0]
         cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.change_settings(options, argv)
-    if init_from:
+    if resumes:
+        configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
+    elif init_from:
         wanted = configs.with_network_of(options.cfg, origin)
         configs.refuse_differences(options.cfg, wanted, [], init_from)
-    return options
-
-
-def parse_resumed(flags, run_dir: str, argv: list[str] | None) -> Options:
-    """Parse the flags of a run that has checkpoints. Most of its settings must stay."""
-    stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
-    init_from = flags.init_from or metadata["init_from"]
-    if configs.to_path(init_from) != configs.to_path(metadata["init_from"]):
-        raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
-    cfg = configs.load_recipe(flags.config) if flags.config else stored
-    if init_from:
-        cfg = configs.with_network_of(cfg, stored)
-    options = Options(cfg, flags.config, run_dir, init_from=init_from)
-    options = configs.change_settings(options, argv)
-    configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
     return options
 
 
