@@ -336,6 +336,12 @@ def test_lesson_data_packed_examples_have_segments():
     assert {array.dtype for array in batch} == {np.dtype(np.int32)}
 
 
+def test_lesson_data_the_longest_examples_are_packed_first():
+    """Each goes to the row whose inputs and targets are then most equally full."""
+    sizes = np.array([[6, 2], [5, 2], [4, 1]])  # of inputs and targets
+    assert data.pack(sizes, limits=(10, 4)).tolist() == [0, 1, 1]
+
+
 def pack_slowly(sizes, limits):
     """Look at all open rows for each example, with lists."""
     shares = lambda counts: [n / limit for n, limit in zip(counts, limits)]
@@ -851,10 +857,8 @@ def start(*args, cwd=HERE, devices=1, optimized=False):
     env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
     for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS") if optimized else ():
         env.pop(name, None)
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        args, cwd=cwd, env=env, stdin=pipe, stdout=pipe, stderr=pipe, text=True
-    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(args, cwd=cwd, env=env, text=True, **pipes)
 
 
 def command(*args, stdin="", **options):
@@ -891,7 +895,6 @@ def compiled(tmp_path_factory):
 
 
 # ---- configs ---------------------------------------------------------------------------
-
 
 RECIPE = """
 from configs import *
@@ -1022,6 +1025,7 @@ def test_init_from_takes_the_network_and_the_vocabulary_of_the_other_run(tmp_pat
         with pytest.raises(UserError, match=flag.split()[0][2:]):
             train.parse(argv + flag.split())
     configs.save_run(options.cfg, tmp_path / "new", init_from=f"{tmp_path}/")
+    assert train.parse(argv[2:4]) == replace(options, config="", init_from=f"{tmp_path}/")
     configs.write_file(tmp_path / "new/checkpoints/step_00000010/complete", "1")
     train.parse(argv)  # Another spelling is not another run.
 
@@ -3458,7 +3462,6 @@ def test_a_new_folder_appears_only_when_it_is_complete(tmp_path, monkeypatch):
 
 # ---- convert: T5X and Mesh TensorFlow --------------------------------------------------
 
-
 T5X_MODEL = ModelConfig(  # with matrices that are wide, tall, square and not factored
     vocab_size=300, d_model=128, d_ff=130, d_kv=32, num_heads=4, num_layers=1,
     num_decoder_layers=2, relative_buckets=20,
@@ -3686,7 +3689,6 @@ def test_the_command_converts_there_and_back(tmp_path):
 
 # ---- jobs ------------------------------------------------------------------------------
 # Whole jobs at toy size: the commands that a user types, on data as users have them.
-
 
 SIZE = (
     "--model.vocab_size 384 --model.d_model 32 --model.d_ff 64 --model.d_kv 8 "
@@ -3985,9 +3987,8 @@ def test_forks_are_short_and_apply(tmp_path):
         changed = re.findall(r"^[+-](?!\+\+ |-- )", diff, re.MULTILINE)
         assert len(changed) <= 60, patch.name
         env = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
-        subprocess.run(
-            ["git", "apply", "--check", patch], cwd=tmp_path, env=env, check=True
-        )
+        check = "git", "apply", "--check", patch
+        subprocess.run(check, cwd=tmp_path, env=env, check=True)
 
 
 @slow
