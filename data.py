@@ -295,7 +295,9 @@ def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
     def fill(record):
         record = {k: v for k, v in record.items() if v is not None}  # not the text "None"
         if choices:
-            label = int(record["label"])  # -1 is unknown: <unk>, as in t5
+            label = int(record["label"])
+            if label == -1:
+                configs.print_once("Some labels are -1: as in t5, they become <unk>.")
             record["label"] = "<unk>" if label == -1 else choices[label]
         texts = {"inputs": inputs, "targets": targets}
         pair = {name: text.format_map(record) for name, text in texts.items()}

@@ -221,10 +221,11 @@ def answer_choices(name: str, task: data.Task, number: int, example: dict) -> li
         return [example | choice]
     texts = [str(text) for text in example.get("answer_choices", task.choices)]
     target, *folded = [str(x).strip().casefold() for x in (example["targets"], *texts)]
-    if target not in folded or len(set(folded)) < len(folded):
+    is_text = isinstance(example.get("answer_choices"), str)
+    if is_text or target not in folded or len(set(folded)) < len(folded):
         raise UserError(
             f"Example {number + 1} of {name}: the target {example['targets']!r} must be "
-            f"one of its choices, and these must differ. Its choices, of the field "
+            f"one of a list of choices, and these must differ. The choices, of the field "
             f"answer_choices or of the task, are {texts}."
         )
     choices = []
@@ -443,17 +444,20 @@ class Options(configs.Options):
     plot: str = ""  # file for a picture of losses, accuracies, metrics, learning rate
 
 
+# A change of these settings changes no metric.
+NOT_NAMED = "batch_size", "task", "eval_tasks", "tfds_dir"
+
+
 def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> str:
     """Append mode, split and changed flags, so that each variant gets its own columns."""
-    for key in ("source", "validation_source"):
-        if (value := getattr(options.cfg.data, key)) != getattr(run_cfg.data, key):
-            name += f"-{value}"
     if mode == "rank":
         name += "-rank-normalized" if options.normalize else "-rank"
-    if mode == "predict":
-        for key, value in vars(options.cfg.decode).items():
-            if value != getattr(run_cfg.decode, key) and key != "batch_size":
-                name += f"-{key}={value}"
+    old = configs.flat_settings(run_cfg)
+    for key, value in configs.flat_settings(options.cfg).items():
+        section, field = key.split(".")
+        counts = section != "mesh" and (section != "decode" or mode == "predict")
+        if counts and value != old[key] and field not in NOT_NAMED:
+            name += f"-{field}={value}"
     return name if options.split == "validation" else f"{name}-{options.split}"
 
 

@@ -438,7 +438,8 @@ class Evaluator:
                 name, "validation", cfg, tokenizer, self.limit
             )
             if not batches:
-                print(f"{name} is not evaluated: it has no held-out examples")
+                source = data.find_task(name, cfg).source
+                print(f"{name} is not evaluated: {source} has no held-out examples")
                 continue
             if train_cfg.eval_every:
                 function = partial(self.measure_loss, batches)
