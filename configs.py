@@ -262,6 +262,8 @@ def load_recipe(name: str) -> Config:
     TASKS.update(namespace.get("TASKS", {}))
     MIXTURES.update(namespace.get("MIXTURES", {}))
     VOCABULARY = namespace.get("VOCABULARY", VOCABULARY)
+    if "CONFIG" not in namespace:
+        raise UserError(f"{name} defines no CONFIG.")
     return namespace["CONFIG"]
 
 
@@ -292,7 +294,7 @@ class Options:
     distributed: DistributedConfig = DistributedConfig()
 
 
-def first_flags(argv: list[str] | None) -> argparse.Namespace:
+def location_flags(argv: list[str] | None) -> argparse.Namespace:
     """Return --config, --run_dir and --init_from, which say where the settings are."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("config", "run_dir", "init_from"):
@@ -306,16 +308,16 @@ def parse(options_class: type, argv: list[str] | None = None):
     The settings are those of --run_dir, if it is given, else of --config. Flags then
     change single settings.
     """
-    flags = first_flags(argv)
+    flags = location_flags(argv)
     if flags.run_dir:
         cfg, _ = load_run_and_tasks(flags.run_dir, flags.config)
     else:
         cfg = load_recipe(flags.config or "tiny")
-    return change_settings(options_class(cfg, flags.config, flags.run_dir), argv)
+    return parse_flags(options_class(cfg, flags.config, flags.run_dir), argv)
 
 
-def change_settings(options: Options, argv: list[str] | None) -> Options:
-    """Change the settings that have a flag."""
+def parse_flags(options: Options, argv: list[str] | None) -> Options:
+    """Change the settings that have a flag, and refuse numbers that are out of range."""
     changed = tyro.cli(
         type(options),
         default=options,
@@ -443,7 +445,7 @@ def write_file(path, content: bytes | str) -> None:
 
 def main() -> None:
     if sys.argv[1:]:
-        change_settings(Options(load_recipe(sys.argv[1])), ["--help"])
+        parse_flags(Options(load_recipe(sys.argv[1])), ["--help"])
     load_extras()
     for name, cfg in RECIPES.items():
         print(f"{name:30}{cfg.data.task:30}{cfg.train.steps:>9,} steps")

@@ -506,6 +506,8 @@ def find_vocabulary(folders: list[Path], vocab_size: int) -> tuple[str | None, i
     config = read_json(folders[0] / "tokenizer_config.json")
     added = set(read_json(folders[0] / "added_tokens.json"))
     added |= {x["content"] for x in config.get("added_tokens_decoder", {}).values()}
+    tokens = read_json(folders[0] / "tokenizer.json").get("added_tokens", [])
+    added |= {x["content"] for x in tokens}
     own = {x for x in added if not re.fullmatch(r"<(pad|/s|unk|extra_id_\d+)>", x)}
     models = ["spiece.model", "sentencepiece.model"] if not own else []
     files = [f / name for name in (*models, "tokenizer.json") for f in folders]
@@ -533,11 +535,22 @@ def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     elif tokenizer.file_name == "spiece.model":
         spec = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.serialized)
-        if spec.trainer_spec.model_type != 1 or spec.trainer_spec.byte_fallback:
+        trained = spec.trainer_spec
+        symbols = [x.piece for x in spec.pieces if x.type == x.USER_DEFINED]
+        if (
+            trained.model_type != 1
+            or trained.byte_fallback
+            or trained.treat_whitespace_as_suffix
+            or not spec.normalizer_spec.add_dummy_prefix
+            or any("<extra_id_" not in piece for piece in symbols)
+        ):
             raise UserError(
-                "The vocabulary is not a unigram model, or falls back to bytes: for it, "
-                "transformers has other ids. Without spiece.model, weights are converted."
+                "The vocabulary is not a unigram model, falls back to bytes, has symbols "
+                "of yours, or no space in front of a text: transformers would give other "
+                "ids. Without spiece.model in the run, the weights alone are converted."
             )
+        if not spec.normalizer_spec.remove_extra_whitespaces:
+            print("This vocabulary keeps repeated spaces, and transformers removes them.")
         config["tokenizer_class"] = "T5Tokenizer"
         config["extra_ids"] = tokenizer.size - len(spec.pieces)
     else:

@@ -55,9 +55,6 @@ class Batch(NamedTuple):
 
 
 # ---- span corruption (Raffel et al. 2020, sections 3.1.4 and 3.3.4) --------------------
-#     tokens   Thank you for inviting me to your party last week
-#     inputs   Thank you <extra_id_0> me to your party <extra_id_1> </s>
-#     targets  <extra_id_0> for inviting <extra_id_1> last week </s>
 
 
 def noise_counts(length: int, data_cfg: DataConfig) -> tuple[int, int]:
@@ -106,6 +103,12 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     Returns (inputs, targets) without EOS. A row begins with kept tokens and ends with a
     removed span, and the targets have no last sentinel, as in random_spans_noise_mask
     and noise_span_to_unique_sentinel of t5 (Figure 2 of the paper shows another form).
+    With the sentinels X and Y:
+
+        tokens      a b c d e f g
+        noise_mask  . . 1 1 . . 1
+        inputs      a b X   e f Y
+        targets       X c d   Y g
     """
     rows, length = tokens.shape
     noise, spans = noise_counts(length, data_cfg)
@@ -113,8 +116,8 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     removed = random_segmentation(noise, spans, rows, *seeds, length, 1)
     lengths = np.stack([kept, removed], axis=2).ravel()  # kept and removed in turn
     noise_mask = np.tile([False, True], rows * spans).repeat(lengths).reshape(rows, -1)
-    # In the inputs, a sentinel overwrites the first token of each removed span. In the
-    # targets, it overwrites the kept token before the span.
+    # A sentinel overwrites the first token of each removed span in the inputs, and the
+    # kept token before it in the targets. Rows begin with one, so np.roll may wrap around.
     span_starts = noise_mask & ~np.roll(noise_mask, 1, axis=1)
     before_span = np.roll(span_starts, -1, axis=1)
     sentinels = np.tile(first_sentinel - np.arange(spans), rows)
@@ -203,7 +206,7 @@ class Tokenizer:
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text, without EOS. All cores are used."""
         # SentencePiece finds a sentinel only behind a space.
-        texts = [text.replace("<extra_id_", " <extra_id_") for text in texts]
+        texts = [re.sub("(?<=[^ ])<extra_id_", " <extra_id_", text) for text in texts]
         threads = -1 if len(texts) > 1 else 1
         return self.processor.encode(texts, return_type="numpy", num_threads=threads)
 
@@ -284,21 +287,24 @@ def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes
 
 
 def text_to_text(record: dict) -> list[dict]:
-    """Use the fields inputs and targets, or their texts in a cache of SeqIO."""
+    """Use the fields inputs and targets, or, of SeqIO, the texts inputs_pretokenized."""
     stored = [key for key in ("inputs", "targets") if f"{key}_pretokenized" in record]
     return [record | {key: record[f"{key}_pretokenized"] for key in stored}]
 
 
 def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
-    """Return a function that fills {fields} into both texts, and choices[label]."""
+    """Return a function that fills {fields} into both texts.
+
+    choices: what the numbers 0, 1, ... of the field `label` become.
+    """
 
     def fill(record):
         record = {k: v for k, v in record.items() if v is not None}  # not the text "None"
         if choices:
-            label = int(record["label"])
+            label = float(record["label"])  # 1.0 finds 1, and 0.5 nothing
             if label == -1:
                 configs.print_once("Some labels are -1: as in t5, they become <unk>.")
-            record["label"] = "<unk>" if label == -1 else choices[label]
+            record["label"] = dict(enumerate(("<unk>", *choices), -1))[label]
         texts = {"inputs": inputs, "targets": targets}
         pair = {name: text.format_map(record) for name, text in texts.items()}
         return [pair | {"idx": record["idx"]} if "idx" in record else pair]
@@ -413,15 +419,15 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 
 
 # ---- batches ---------------------------------------------------------------------------
-# read_windows     documents of 8 million characters, in the order of the files
-# stream           their examples, shuffled
-# choose_examples  the next examples of all tasks by their rates, for ROWS_PER_PACK rows
-# pack_rows        these examples, packed into rows, which are shuffled
-# make_batches     batches of rows, and the position from which a restart continues
-# prefetch         a thread reads the next window, and another makes the next batches
+# read_windows       documents of WINDOW_CHARACTERS, in the order of the files
+# shuffled_examples  their examples
+# choose_examples    the next examples of all tasks by their rates, for ROWS_PER_PACK rows
+# pack_rows          these examples, packed into rows, which are shuffled
+# make_batches       batches of rows, and the position from which a restart continues
+# prefetch           a thread reads the next window, and another makes the next batches
 
 EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # what random bits are for: the last seeds
-WINDOW_CHARACTERS = 1 << 23  # characters of all tasks together
+WINDOW_CHARACTERS = 1 << 23  # of a window; at most 32 tasks share them
 ROWS_PER_PACK = 512  # rows that are packed together
 
 
@@ -461,7 +467,7 @@ def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iter
     """Yield the items of an endless iterator, `ahead` of which a thread computes."""
     futures = deque(thread.submit(next, iterator) for _ in range(ahead))
 
-    def items():
+    def items():  # a generator of its own, so that the thread starts before it is used
         while True:
             futures.append(thread.submit(next, iterator))
             yield futures.popleft().result()
@@ -469,7 +475,9 @@ def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iter
     return items()
 
 
-def stream(name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor) -> Iterator:
+def shuffled_examples(
+    name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor
+) -> Iterator:
     """Yield (example, Cursor after it) of a task, shuffled; (None, Cursor) ends an epoch.
 
     After a restart, `taken` examples of the first window are skipped.
@@ -522,7 +530,9 @@ class Batches(Iterator):
             task, task_files = open_task(name, "train", cfg)
             windows = read_windows(task, task_files, tokenizer, cfg, size, cursor)
             windows = prefetch(windows, reader, ahead=1)
-            self.streams[name] = stream(name, task, tokenizer, cfg, windows, cursor)
+            self.streams[name] = shuffled_examples(
+                name, task, tokenizer, cfg, windows, cursor
+            )
             sizes += [[file.name.split("/")[-1], file.size] for file in task_files]
         files = zlib.crc32(json.dumps([self.rates, sizes]).encode())
         if self.position.setdefault("files_crc32", files) != files:
@@ -662,8 +672,7 @@ def read_parquet(path):
     with fsspec.open(path) as file:
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
         for batch in table.iter_batches(128):
-            # select() raises an error if two columns have the same name.
-            yield from batch.select(batch.schema.names).to_pylist()
+            yield from batch.to_pylist()
 
 
 @cache
@@ -715,7 +724,7 @@ def source_files(source: str, split: str, cfg: Config) -> list[File]:
     return files
 
 
-def records_of(file: File, index: int, split: str) -> Iterator[dict]:
+def split_records(file: File, index: int, split: str) -> Iterator[dict]:
     """Yield the records of a split: 5 % of the first 20,000 are for validation."""
     for number, record in enumerate(file.read()):
         if split == "validation" and number == 20_000:
@@ -735,10 +744,8 @@ def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
                 if (f, number) > start:
                     new = {new: record[old] for new, old in renamed if old in record}
                     documents = task.preprocess(record | new)
-                    texts = texts_of(documents, task)
-                    # A lone surrogate, which JSON can hold, raises an error here.
-                    "".join(x for x in texts if isinstance(x, str)).encode()
-                    size = 300 + sum(map(len, texts))  # 300 for the objects of Python
+                    # 300 is for the objects of Python.
+                    size = 300 + sum(map(len, texts_of(documents, task)))
                     yield documents, (f, number), size
                 number += 1
         except Exception as error:
@@ -786,8 +793,7 @@ def mixture_rates(name: str, cfg: Config) -> dict[str, float]:
     """Return the rate of each task of a mixture. A task of rate 0 is only evaluated."""
     if name not in MIXTURES:
         return {name: 1.0}
-    rates = Counter()
-    members = MIXTURES[name]
+    rates, members = Counter(), MIXTURES[name]
     has_source = cfg.data.validation_source or (cfg.data.source and not callable(members))
     if has_source and name == cfg.data.task:
         raise UserError(f"The mixture {name} has no sources of its own: its tasks have.")
@@ -828,7 +834,7 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     if validation_source and name == cfg.data.task and split == "validation":
         task = task._replace(source=validation_source)
     files = source_files(task.source, split, cfg) if split in task.splits else []
-    if validation_source or re.search(r"{split}|^(hf|tfds|seqio):", task.source):
+    if re.search(r"{split}|^(hf|tfds|seqio):", task.source):
         return task, files
     # If a run trains on files without {split} in their names, a part of them is held out.
     train_sources = [find_task(other, cfg).source for other in train_tasks(cfg)]
@@ -836,13 +842,11 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
         return task, files
     if split not in ("train", "validation"):
         return task, []
-    configs.print_once(
-        f"data     5 % of the first 20,000 records are held out: {task.source}"
-    )
-    parts = [
-        f._replace(read=partial(records_of, f, i, split)) for i, f in enumerate(files)
-    ]
-    return task, parts
+    if validation_source:
+        return task, files
+    configs.print_once(f"data     5 % of 20,000 records are held out: {task.source}")
+    readers = [partial(split_records, file, i, split) for i, file in enumerate(files)]
+    return task, [file._replace(read=r) for file, r in zip(files, readers)]
 
 
 def absolute_source(source: str) -> tuple[str, str]:

@@ -48,7 +48,7 @@ def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> list
 
 
 def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:
-    """Return the mean losses and the accuracy (0 to 1) over all target tokens.
+    """Return the mean losses and token accuracy (0 to 1) over all target tokens.
 
     content_loss leaves out EOS, sentinels and label smoothing, so it can be compared with
     unigram_loss, and bits_per_byte between vocabularies.
@@ -445,7 +445,7 @@ class Options(configs.Options):
 
 
 # A change of these settings changes no metric.
-NOT_NAMED = "batch_size", "task", "eval_tasks", "tfds_dir"
+WITHOUT_EFFECT = "batch_size", "task", "eval_tasks", "tfds_dir"
 
 
 def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> str:
@@ -456,7 +456,7 @@ def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> st
     for key, value in configs.flat_settings(options.cfg).items():
         section, field = key.split(".")
         counts = section != "mesh" and (section != "decode" or mode == "predict")
-        if counts and value != old[key] and field not in NOT_NAMED:
+        if counts and value != old[key] and field not in WITHOUT_EFFECT:
             name += f"-{field}={value}"
     return name if options.split == "validation" else f"{name}-{options.split}"
 
@@ -478,9 +478,14 @@ def main() -> None:
     cfg, tokenizer = infer.start_inference(options)
     run_cfg, _ = configs.load_run(options.run_dir)
     names = data.eval_tasks(cfg, options.tasks)
-    sources = [(c.data.source, c.data.validation_source) for c in (cfg, run_cfg)]
-    if sources[0] != sources[1] and cfg.data.task not in names:
-        raise UserError(f"Other sources need --data.task: it is {cfg.data.task} here.")
+    data_cfgs = [
+        (c.data.task, c.data.source, c.data.validation_source) for c in (cfg, run_cfg)
+    ]
+    if data_cfgs[0] != data_cfgs[1] and names != [cfg.data.task]:
+        raise UserError(
+            f"Another --data.task or source is that of one task alone, which --tasks and "
+            f"--data.task name. These are {names} and {cfg.data.task}."
+        )
     folder = configs.to_path(options.output or f"{options.run_dir}/eval")
     steps = partition.Checkpoints(options.run_dir).steps()
     if options.step != "all" or not steps:
@@ -494,7 +499,10 @@ def main() -> None:
     for step in steps:
         params = infer.load_params(cfg, options.run_dir, step)
         for name in names:
-            task = data.find_task(name, cfg)
+            task, files = data.open_task(name, options.split, cfg)
+            if not files and len(names) > 1:  # as in training
+                print(f"{name} is not evaluated: it has no split {options.split}")
+                continue
             mode = options.mode or ("predict" if task.metrics else "loss")
             metrics, lines = modes[mode](params, cfg, name, options.split, tokenizer)
             count = f" of {len(lines):,} examples" if lines else ""

@@ -57,8 +57,8 @@ from partition import constrain
 #
 # The N beams of an example share a cache (N is 1 in greedy decoding): the key of position
 # t of beam m is at index t * N + m. A mask hides the keys of other beams. When beam
-# search reorders the beams, only this mask changes. To copy the cache would take a
-# quarter more time. With two beams, the keys are those of
+# search reorders the beams, only this mask changes, and the cache is not copied. With two
+# beams, the keys are those of
 #
 #     position 0, beam 0    position 0, beam 1    position 1, beam 0    position 1, beam 1
 #
@@ -144,7 +144,7 @@ def decode_step(
 # ---- greedy decoding and sampling ------------------------------------------------------
 
 
-class SamplingState(NamedTuple):
+class OutputState(NamedTuple):
     """The outputs so far. A score is the sum of the log-probabilities of the ids."""
 
     ids: Array  # [B, N, T], 0 after EOS
@@ -152,12 +152,12 @@ class SamplingState(NamedTuple):
     done: Array  # [B, N], whether the output has ended with EOS
 
 
-def start_outputs(B: int, N: int, T: int) -> SamplingState:
-    zeros = jnp.zeros((B, N))
-    return SamplingState(jnp.zeros((B, N, T), jnp.int32), zeros, zeros > 0)
+def start_outputs(B: int, N: int, T: int) -> OutputState:
+    ids, scores = jnp.zeros((B, N, T), jnp.int32), jnp.zeros((B, N))
+    return OutputState(ids, scores, done=jnp.zeros((B, N), bool))
 
 
-def append_ids(state, log_probs: Array, t, *, decode_cfg, rngs) -> SamplingState:
+def append_ids(state, log_probs: Array, t, *, decode_cfg, rngs) -> OutputState:
     """Append the most probable id, or a random one, by the log_probs [B, N, V]."""
     if decode_cfg.do_sample:
         ids = sample(log_probs, t, decode_cfg, rngs)
@@ -165,14 +165,14 @@ def append_ids(state, log_probs: Array, t, *, decode_cfg, rngs) -> SamplingState
         ids = jnp.argmax(log_probs, axis=-1)
     ids = jnp.where(state.done, data.PAD, ids)
     added = jnp.take_along_axis(log_probs, ids[..., None], axis=-1)[..., 0]
-    return SamplingState(
+    return OutputState(
         state.ids.at[:, :, t].set(ids),
         state.scores + jnp.where(state.done, 0.0, added),
         state.done | (ids == data.EOS),
     )
 
 
-def sorted_outputs(state: SamplingState) -> tuple[Array, Array]:
+def sorted_outputs(state: OutputState) -> tuple[Array, Array]:
     """Return (ids, scores), with the best output first."""
     order = jnp.argsort(-state.scores, axis=1)
     return gather_beams(state.ids, order), gather_beams(state.scores, order)
@@ -278,9 +278,9 @@ def extend_beams(state: BeamState, log_probs: Array, t, *, decode_cfg) -> BeamSt
     finished_scores, best = lax.top_k(both_scores, N)
     finished_ids = gather_beams(jnp.append(state.finished_ids, extended, axis=1), best)
 
-    # Scores are negative, and those of live beams can only fall. So the largest penalty,
-    # for T5X that of T + 1 ids, gives a bound of what the best live beam can reach. The
-    # search ends when N finished outputs are better.
+    # Scores are negative, and those of live beams can only fall. So the largest penalty
+    # gives a bound of what the best live beam can reach. Like T5X, take that of T + 1 ids.
+    # The search ends when N finished outputs are better.
     bound = live_scores[:, :1] / length_penalty(T + 1.0, decode_cfg)
     done = finished_scores[:, -1:] > bound
     live_ids = gather_beams(extended, live)
@@ -306,22 +306,23 @@ def beam_outputs(state: BeamState) -> tuple[Array, Array]:
 
 @jax.jit(static_argnames=("arch", "length", "decode_cfg"), out_shardings=P())
 def generate(
-    params,
-    inputs,
-    input_segments,
-    arch,
-    length,
-    decode_cfg=DecodeConfig(),
-    indices=0,
-    seed=0,
+    params: dict,
+    inputs: Array,
+    input_segments: Array,
+    arch: ModelConfig,
+    length: int,
+    decode_cfg: DecodeConfig = DecodeConfig(),
+    indices: Array | None = None,
+    seed: int = 0,
 ) -> tuple[Array, Array]:
     """Return (ids [B, N, length], scores [B, N]) for inputs [B, S], best output first.
 
     N is decode.beams, or decode.num_return, which is 1 in greedy decoding. The ids are 0
-    after EOS. indices [B]: those of the examples, on which random samples depend.
-    out_shardings=P() gives the complete results to every process.
+    after EOS. Random samples depend on the indices [B] of the examples, by default 0, 1,
+    2 and so on. out_shardings=P() gives the complete results to every process.
     """
     B, N = len(inputs), decode_cfg.beams or decode_cfg.num_return
+    indices = jnp.arange(B) if indices is None else indices
     if decode_cfg.beams:
         state, result = start_beams(B, N, length), beam_outputs
         extend = functools.partial(extend_beams, decode_cfg=decode_cfg)
@@ -372,8 +373,8 @@ def mean_embeddings(params: dict, batch: data.Batch, arch: ModelConfig) -> Array
 
 
 # the fields of a line that infer.py writes
-RESULTS = {"prediction", "predictions", "scores", "score", "embedding"}
-SORTED_BATCHES = 16  # the batches of a block, in which examples are sorted by length
+RESULT_FIELDS = {"prediction", "predictions", "scores", "score", "embedding"}
+BATCHES_PER_BLOCK = 16  # the batches of a block, in which examples are sorted by length
 
 
 class Request(NamedTuple):
@@ -392,7 +393,7 @@ def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
     examples = iter(examples)
     size = cfg.decode.batch_size
     with tqdm(desc=mode, unit=" examples", leave=False, disable=None) as bar:
-        while block := list(itertools.islice(examples, SORTED_BATCHES * size)):
+        while block := list(itertools.islice(examples, BATCHES_PER_BLOCK * size)):
             order = sorted(range(len(block)), key=lambda i: len(block[i].inputs))
             results = {}
             for start in range(0, len(order), size):
@@ -549,7 +550,7 @@ def result_fields(line: dict, result, cfg: Config, tokenizer, mode: str) -> dict
     outputs, scores = result
     if isinstance(line["inputs"], str):
         outputs = list(map(tokenizer.decode, outputs))
-    if cfg.decode.write_scores or len(outputs) > 1:
+    if cfg.decode.write_scores or cfg.decode.num_return > 1:
         return {"prediction": outputs[0], "predictions": outputs, "scores": scores}
     return {"prediction": outputs[0]}
 
@@ -585,7 +586,7 @@ def skip_answered(file, examples: Iterator[Request], block_size: int) -> int:
     for text in itertools.islice(file, done):
         line = next(examples, Request([])).line
         old, new = json.loads(text), json.loads(to_json(line))
-        if any(old.get(name) != new[name] for name in new.keys() - RESULTS):
+        if any(old.get(name) != new[name] for name in new.keys() - RESULT_FIELDS):
             raise UserError(f"{file.name} was begun with other inputs: remove it.")
     file.truncate()
     return done
@@ -601,7 +602,7 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     if partition.is_main_process():
         digest = job_digest(options, step, tokenizer)
         file = open(f"{options.output}.{digest}.partial", "a+b")
-        done = skip_answered(file, examples, SORTED_BATCHES * cfg.decode.batch_size)
+        done = skip_answered(file, examples, BATCHES_PER_BLOCK * cfg.decode.batch_size)
     done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
     if done:
         configs.print_once(f"{done:,} answers of a killed command are there already.")

@@ -63,6 +63,7 @@ def param_table(arch: ModelConfig) -> dict:
     D, F, V, A = arch.d_model, arch.d_ff, arch.vocab_size, arch.num_heads * arch.d_kv
     norm = Param((D,), ("embed",))
     H, R = arch.num_heads, arch.relative_buckets
+    # the initialization of Glorot and Bengio 2010
     bias = Param((H, R), ("heads", "buckets"), "uniform", (6 / (H + R)) ** 0.5)
     # All layers of a stack share one table of position biases. In UMT5, each has its own.
     per_layer = {"relative_bias": bias} if arch.per_layer_bias else {}
@@ -118,7 +119,7 @@ def init_params(arch: ModelConfig, rng: Array) -> dict:
         if p.init == "normal":
             return p.scale * jax.random.normal(rng, p.shape)
         samples = jax.random.truncated_normal(rng, -2, 2, p.shape)
-        return p.scale / 0.87962566103423978 * samples
+        return p.scale / 0.87962566103423978 * samples  # divided by their deviation
 
     leaves, structure = jax.tree.flatten(param_table(arch))
     rngs = jax.random.split(rng, len(leaves))
@@ -143,7 +144,8 @@ def dropout(x: Array, rate: float, rng, broadcast_axis: int | None = 1) -> Array
 
     T5 has dropout at both ends of encoder and decoder, on the probabilities of attention,
     in the MLP, and before residual additions. The mask has size 1 on the broadcast_axis:
-    T5 drops a channel at all positions of a row, but single entries of encoder outputs.
+    T5 drops a channel at all positions of a row. With None, it drops single entries, as
+    of the encoder's output.
     """
     if rng is None or rate == 0:
         return x
@@ -205,7 +207,7 @@ def position_bias(
 
     relative_bias [H, R]: the learned bias of each head and bucket. This is
     relative_bias[:, bucket], as a matmul with one-hot vectors, whose gradient is fast. Each
-    layer repeats it, so that devices sum a gradient of the shape [H, R], and not [H, Q, K].
+    layer computes it again, so that devices sum a gradient [H, R], and not [H, Q, K].
     """
     relative_position = np.arange(K) - np.arange(Q)[:, None]
     bucket = relative_bucket(relative_position, bidirectional, arch)
@@ -251,13 +253,13 @@ def make_attend(
     relative_bias [H, R]: the position biases, or None in cross-attention.
     """
 
+    @on_each_device
     def attend(q, k, v, mask, relative_bias):
         bias = None
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
         return fastest_attention(arch)(q, k, v, mask, bias)
 
-    attend = on_each_device(attend)
     return lambda q, k, v: attend(q, k, v, mask, relative_bias)
 
 
@@ -314,6 +316,13 @@ def embed_tokens(params: dict, ids: Array, arch: ModelConfig, rng=None) -> Array
     return dropout(constrain(x, "batch"), arch.dropout, rng)
 
 
+def encoder_layer(w: dict, x: Array, attend, arch: ModelConfig, rng=None) -> Array:
+    """Apply self-attention and MLP to activations [B, S, D]."""
+    rng_self, rng_mlp = split_rng(rng, 2)
+    x += attention(w["attention"], x, attend, arch, rng_self)
+    return x + mlp(w["mlp"], x, arch, rng_mlp)
+
+
 def encode(
     params: dict, inputs: Array, segments: Array, arch: ModelConfig, rng=None
 ) -> Array:
@@ -327,9 +336,7 @@ def encode(
     def layer(w, x, rng):
         relative_bias = relative_bias_of(params["encoder"], w["attention"], arch)
         attend = make_attend(mask, arch, relative_bias, bidirectional=True)
-        rng_self, rng_mlp = split_rng(rng, 2)
-        x += attention(w["attention"], x, attend, arch, rng_self)
-        return x + mlp(w["mlp"], x, arch, rng_mlp)
+        return encoder_layer(w, x, attend, arch, rng)
 
     x = embed_tokens(params, inputs, arch, rng_embed)
     x = apply_layers(layer, x, "encoder", params, arch, rng_layers)
@@ -431,11 +438,12 @@ def cross_entropy(
         )
     # An argmax would be another pass over the logits.
     is_largest = target_logit == jnp.max(logits, axis=-1)
-    all_equal = target_logit - log_z < 1e-3 - math.log(V)  # as of a model of zeros
+    # If all logits are equal, each is the largest, but nothing is predicted.
+    all_equal = target_logit - log_z < 1e-3 - math.log(V)
     return {
         "cross_ent_loss": loss,
         "z_loss": z_loss * log_z**2,
-        "accuracy": is_largest & ~all_equal,
+        "token_accuracy": is_largest & ~all_equal,
     }
 
 

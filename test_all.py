@@ -268,7 +268,7 @@ def test_lesson_model_the_loss_of_two_tokens_by_hand():
     weight, log = np.array([[1.0, 1.0, 0.0]]), math.log
     sums = {name: jnp.sum(x * weight) for name, x in losses.items()}
     found = model.mean_metrics({**sums, "tokens": weight.sum()})
-    expected = {"cross_ent_loss": (log(8 / 5) + log(4 / 1)) / 2, "accuracy": 1 / 2}
+    expected = {"cross_ent_loss": (log(8 / 5) + log(4 / 1)) / 2, "token_accuracy": 1 / 2}
     expected["z_loss"] = 0.1 * (log(8) ** 2 + log(4) ** 2) / 2
     expected["loss"] = expected["cross_ent_loss"] + expected["z_loss"]
     assert found == pytest.approx(expected, rel=1e-6)
@@ -281,6 +281,17 @@ BYTES = change(
     data=dict(task="text_to_text", vocab="bytes", inputs_length=48, targets_length=16),
 )
 TOKENIZER = data.load_tokenizer(BYTES)
+
+
+def test_lesson_data_span_corruption_of_a_sentence():
+    """This is the example of README. The ids are numbers of words, and of sentinels."""
+    words = "Thank you for inviting me to your party last week".split()
+    cfg = DataConfig(noise_density=0.4, mean_span_length=2.0)
+    names = {101: "<extra_id_0>", 100: "<extra_id_1>", **dict(enumerate(words))}
+    sides = data.corrupt_spans(np.arange(10)[None], 101, cfg, 0)
+    inputs, targets = (" ".join(names[i] for i in side[0].tolist()) for side in sides)
+    assert inputs == "Thank you <extra_id_0> me to your party <extra_id_1>"
+    assert targets == "<extra_id_0> for inviting <extra_id_1> last week"
 
 
 def corrupt_slowly(tokens, bits, sentinel, cfg):
@@ -1051,9 +1062,6 @@ def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
         (512, 3, 568, 85, 28, 114),  # T5
         (1024, 3, 1137, 171, 57, 229),  # mT5
         (1024, 20, 1193, 179, 9, 189),  # ByT5
-        (64, 3, 70, 10, 3, 14),
-        (128, 3, 141, 21, 7, 29),
-        (256, 3, 284, 43, 14, 58),
     ],
 )
 def test_lengths_equal_those_of_t5(inputs, mean, raw, noise, spans, targets):
@@ -1171,9 +1179,6 @@ def test_segments_come_from_lengths():
     batch = data.fill_rows([pairs], (4, 6))
     assert batch.input_segments.tolist() == [[2, 2, 0, 0]]
     assert batch.target_segments.tolist() == [[1, 1, 1, 2, 3, 0]]
-    alone = pad_batch(*zip(*pairs), 4, 6)
-    assert alone.input_segments.sum(axis=1).tolist() == [0, 2, 0]
-    assert alone.target_segments.sum(axis=1).tolist() == [3, 1, 1]
 
 
 # ---- data: batches ---------------------------------------------------------------------
@@ -1321,10 +1326,6 @@ def test_parquet_rows_keep_their_types(tmp_path):
     path.write_bytes(path.read_bytes().replace(b"damaged", b"changed"))
     with pytest.raises(OSError, match="CRC"):
         list(data.read_parquet(str(path)))
-    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, ["text", "text"])
-    pyarrow.parquet.write_table(twice, tmp_path / "b")
-    with pytest.raises(KeyError, match="text"):
-        list(data.read_parquet(str(tmp_path / "b")))
 
 
 @pytest.mark.parametrize("ids", [b"ab", [5.0], [True], ["5"], [{"a": 5}]], ids=str)
@@ -1345,7 +1346,6 @@ def test_values_that_are_neither_texts_nor_ids_are_refused(ids):
         ("jsonl", b'{"inputs": "a", "target": "b"}', "record 1.*'target'.*KeyError"),
         ("jsonl", b'{"inputs": "a", "targets": null}', "record 1.*NoneType"),
         ("jsonl", b'{"inputs": "a", "targets": 7}', "record 1.*int"),
-        ("jsonl", b'{"inputs": "\\ud800", "targets": ""}', "record 1.*surrogates"),
         ("csv", b"inputs,targets\na,b\nc\n", "a:3 has 1 values"),
         ("csv", b"inputs,targets\na,b,c\n", "a:2 has 3 values"),
         ("csv", b'inputs,targets\na,"b\n', "a.*end of data"),
@@ -1406,6 +1406,7 @@ def test_nothing_is_held_out_of_files_that_only_evaluate(tmp_path):
     cfg = change(cfg, data=dict(validation_source=other))
     assert sum(1 for _ in data.read_task("text_to_text", "train", cfg)) == 40
     assert sum(1 for _ in data.read_task(source, "validation", cfg)) == 40
+    assert not data.open_task("text_to_text", "test", cfg)[1]
     assert sum(1 for _ in data.read_task("text_to_text", "validation", cfg)) == 30
 
 
@@ -1450,9 +1451,9 @@ def test_held_out_batches_are_in_order_and_padded(tmp_path):
 def test_a_template_fills_fields_and_labels(example, expected):
     fill = data.template("q {a}", "{label}", ("no", "yes"))
     assert fill(example) == [expected]
-    for name in ("a", "label"):  # null in JSON
-        with pytest.raises(KeyError, match=name):
-            fill(example | {name: None})
+    for name, value in [("a", None), *(("label", x) for x in (None, -2, 2, 0.5))]:
+        with pytest.raises((KeyError, TypeError)):  # None is null in JSON
+            fill(example | {name: value})
 
 
 def test_stored_texts_win_over_stored_ids_which_lose_padding_and_eos():
@@ -1470,13 +1471,10 @@ def test_stored_texts_win_over_stored_ids_which_lose_padding_and_eos():
 
 
 MIXED = {
-    "flat": {"x": 3, "y": 1, "zero": 0},
-    "outer": {"flat": 2, "x": 0.5, "z": 1},
+    "flat": {"x": 3, "y": 1, "zero": 0}, "outer": {"flat": 2, "x": 0.5, "z": 1},
     "function": lambda cfg: {"x": cfg.train.batch_size},
-    "negative": {"x": 2, "y": -1},
-    "nothing": {"x": 0},
-    "infinite": {"x": math.inf},
-}
+    "negative": {"x": 2, "y": -1}, "nothing": {"x": 0}, "infinite": {"x": math.inf},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -1538,6 +1536,11 @@ def test_sentinels_are_appended_in_descending_order(pieces):
     assert tokenizer.decode(ids) == text
     (glued,) = tokenizer.encode([text.replace(" <", "<")])
     assert glued.tolist() == ids.tolist()
+    proto = sentencepiece_model_pb2.ModelProto.FromString(pieces)
+    proto.normalizer_spec.remove_extra_whitespaces = False
+    assert data.Tokenizer(proto.SerializeToString(), 100).encode([text])[0].tolist() == [
+        *ids
+    ]
     (a,) = tokenizer.encode(["alpha"])
     decoded = tokenizer.decode([0, *a, tokenizer.size, *a, 1, *a])
     assert decoded == "alpha ⁇  alpha"
@@ -2157,7 +2160,7 @@ def test_an_ended_output_is_padded_and_outputs_are_sorted_by_score():
     assert state.ids[:, 0].tolist() == [[1, 0, 0], [2, 2, 0]]
     assert_close(state.scores[:, 0], np.log([0.6, 0.25]), 1e-6)
     three = jnp.array([[[0], [1], [2]]]), jnp.array([[-3.0, -1, -2]])
-    ids, scores = infer.sorted_outputs(infer.SamplingState(*three, None))
+    ids, scores = infer.sorted_outputs(infer.OutputState(*three, None))
     assert ids[0, :, 0].tolist() == [1, 2, 0] and scores.tolist() == [[-1, -2, -3]]
 
 
@@ -2264,9 +2267,10 @@ def test_beams_without_an_output_are_left_out():
     """With 5 ids and length 1, five outputs are possible, and one of them ends."""
     decode = dict(beams=8, num_return=8, max_length=1)
     cfg = change(model=dict(vocab_size=5), decode=decode)
-    requests = [infer.Request([2, 3, 1])]
-    ((outputs, scores),) = infer.process_examples(make_params(cfg), cfg, requests)
-    assert outputs == [[]] and len(scores) == 1
+    request = infer.Request([2, 3, 1])
+    (found,) = infer.process_examples(make_params(cfg), cfg, [request])
+    fields = infer.result_fields({"inputs": [2]}, found, cfg, None, "predict")
+    assert fields["predictions"] == [[]] and len(fields["scores"]) == 1
 
 
 def test_vectors_are_means_over_the_inputs_without_padding(one_device):
@@ -2488,12 +2492,9 @@ def test_bleu_compares_a_prediction_with_all_of_its_own_references():
 
 @pytest.mark.parametrize(
     "name, targets, predictions",
-    [
-        ("accuracy", [["a"], ["b"]], ["a", "b"]),
-        ("accuracy", [1, 0], [1]),
-        ("squad", ["the cat"], ["the cat"]),
-    ],
-)
+    [("accuracy", [["a"], ["b"]], ["a", "b"]), ("accuracy", [1, 0], [1]),
+     ("squad", ["the cat"], ["the cat"])],
+)  # fmt: skip
 def test_metrics_refuse_targets_that_they_would_misread(name, targets, predictions):
     with pytest.raises((TypeError, ValueError)):
         evaluate.METRICS[name](targets, predictions)
@@ -2610,7 +2611,7 @@ def test_the_loss_is_a_mean_over_all_tokens_of_all_batches():
     params["unembed"] *= 0
     found = evaluate.evaluate_loss(params, cfg, batches, tokenizer)
     assert found["bits_per_byte"] == pytest.approx(math.log2(300), rel=1e-5)
-    assert found["accuracy"] == 0  # Equal logits predict nothing.
+    assert found["token_accuracy"] == 0  # Equal logits predict nothing.
 
 
 def test_a_text_becomes_a_value_and_the_values_become_metrics():
@@ -3595,14 +3596,10 @@ def set_pieces(folder, serialized, **tokenizer_config):
 
 
 VOCABULARIES = {  # vocabulary size of the model, size and sentinels of the vocabulary
-    "T5": (256, 160, 100),
-    "UMT5": (256, 90, 30),
-    "mT5": (256, 160, 100),
-    "too small for sentinels": (128, 60, 0),
-    "bytes": (390, 259, 11),
-    "tokenizer.json": (256, 160, 100),
-    "added tokens": (256, 162, 100),
-}
+    "T5": (256, 160, 100), "UMT5": (256, 90, 30), "mT5": (256, 160, 100),
+    "too small for sentinels": (128, 60, 0), "bytes": (390, 259, 11),
+    "tokenizer.json": (256, 160, 100), "added tokens": (256, 162, 100),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", VOCABULARIES)
@@ -3623,10 +3620,10 @@ def test_a_vocabulary_is_copied(kind, pieces, tmp_path):
         set_pieces(source, pieces, **({"extra_ids": 30} if kind == "UMT5" else {}))
     if kind == "added tokens":
         (source / "added_tokens.json").write_text('{"<hl>": 160, "Q": 161}')
-    if kind in ("tokenizer.json", "added tokens"):
+    removed = {"tokenizer.json": "spiece.model", "added tokens": "added_tokens.json"}
+    if kind in removed:
         transformers.T5Tokenizer.from_pretrained(source).save_pretrained(source)
-    if kind == "tokenizer.json":
-        (source / "spiece.model").unlink()
+        (source / removed[kind]).unlink()
     convert.convert(source, tmp_path / "run")
     cfg, metadata = configs.load_run(tmp_path / "run")
     tokenizer = data.load_tokenizer(cfg, tmp_path / "run")
@@ -3650,13 +3647,16 @@ def test_a_vocabulary_is_copied(kind, pieces, tmp_path):
             assert ids == expected, (folder.name, text)
 
 
-@pytest.mark.parametrize("kind", ["BPE", "byte_fallback"])
+@pytest.mark.parametrize("kind", ["BPE", "byte_fallback", "suffix", "no space", "symbol"])
 def test_vocabularies_to_which_transformers_gives_other_ids_are_not_exported(
     kind, pieces, tmp_path
 ):
     if kind == "byte_fallback":
         pieces = add_pieces(pieces, *(f"<0x{i:02X}>" for i in range(256)), kind="BYTE")
+    pieces = add_pieces(pieces, "<hl>") if kind == "symbol" else pieces
     proto = sentencepiece_model_pb2.ModelProto.FromString(pieces)
+    proto.normalizer_spec.add_dummy_prefix = kind != "no space"
+    proto.trainer_spec.treat_whitespace_as_suffix = kind == "suffix"
     proto.trainer_spec.byte_fallback = kind == "byte_fallback"
     if kind == "BPE":
         proto.trainer_spec.model_type = "BPE"
@@ -3780,9 +3780,9 @@ def test_job_translation(pretrained, here):
         "evaluate --run_dir wmt --step all --csv bleu.csv --plot bleu.png "
         "--data.source tsv:{split}.tsv --output eval"
     )
-    other = name.replace("/bleu", "-tsv:{split}.tsv/bleu")
+    other = name.replace("/bleu", "-source=tsv:{split}.tsv/bleu")
     assert values_of("eval", other) == pytest.approx(bleu)
-    (path,) = Path("eval").glob("wmt_t2t_ende_v003-tsv*-01000150.jsonl")
+    (path,) = Path("eval").glob("wmt_t2t_ende_v003-source-tsv*-01000150.jsonl")
     line = path.read_text().splitlines()[0]
     assert json.loads(line)["inputs"] == f"translate English to German: {pairs[0]['en']}"
     assert Path("bleu.csv").exists() and Path("bleu.png").exists()
@@ -3936,7 +3936,7 @@ WRONG = [
     ("train --data.vocab none.model", "none.model"),
     ("train --init_from hf", "convert.py"),  # a folder of Hugging Face
     ("train --config tiny --run_dir hf", "convert.py"),
-    ("train --config empty.py", "CONFIG"),
+    ("train --config empty.py", "empty.py.*CONFIG"),
     ("data --run_dir nothing", "nothing"),
     ("evaluate --run_dir RUN --tasks nothing", "nothing"),
     ("evaluate --run_dir RUN --split dev", "dev"),

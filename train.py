@@ -74,7 +74,10 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
         # after the warmup, falls from 1 to 0 along half a cosine wave, and starts again
         "cosine_decay": jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
     }
-    rate = math.prod(factors[name.strip()] for name in train_cfg.schedule.split("*"))
+    names = [name.strip() for name in train_cfg.schedule.split("*")]
+    if unknown := set(names) - factors.keys():
+        raise UserError(f"--train.schedule has no {unknown}, but {', '.join(factors)}.")
+    rate = math.prod(map(factors.get, names))
     return jnp.maximum(rate, 1e-8)
 
 
@@ -272,7 +275,7 @@ def train_loop(
     batches: data.Batches,
     log: "Log",
     checkpoints: partition.Checkpoints,
-    evaluations: "Evaluator",
+    evaluator: "Evaluator",
 ) -> int:
     """Train until step train.steps, or until a signal. Returns the last step.
 
@@ -299,8 +302,9 @@ def train_loop(
             log.write(step, "train", metrics)
             log.write(step, "timing", timing)
             tqdm.write(
-                f"step {step:,}/{steps:,}  loss {metrics['loss']:.3f}  accuracy "
-                f"{metrics['accuracy']:.3f}  learning rate {metrics['learning_rate']:.1e}"
+                f"step {step:,}/{steps:,}  loss {metrics['loss']:.3f}  token accuracy "
+                f"{metrics['token_accuracy']:.3f}  learning rate "
+                f"{metrics['learning_rate']:.1e}"
                 f"  {timing['rows_per_second']:.4g} rows/s  {timing['teraflops']:.3g} "
                 f"TFLOP/s"
             )
@@ -309,7 +313,7 @@ def train_loop(
             checkpoints.save(state, step, batches.position)
         if stop_now:
             break
-        evaluated = evaluations.run_due(step, state.params)
+        evaluated = evaluator.run_due(step, state.params)
         if log_now or save_now or evaluated:
             timer.restart(step)
     log.sync()
@@ -345,7 +349,7 @@ class Timer:
 
 
 def refuse_infinite(metrics: dict, step: int) -> None:
-    """Stop if the loss is infinite or NaN: then the gradient is, too."""
+    """Stop if the gradient or the rate is infinite or NaN."""
     if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
         raise UserError(
             f"At step {step:,}, a loss, gradient or rate is infinite or NaN. "
@@ -463,10 +467,8 @@ class Evaluator:
             if is_due(every, step, train_cfg.steps) and not self.log.has(step, group):
                 metrics = function(step, params)
                 self.log.write(step, group, metrics)
-                kind, _, name = group.partition("/")
-                outputs = "outputs for " if kind == "inference_eval" else ""
                 values = ", ".join(f"{k} {v:.3f}" for k, v in metrics.items())
-                tqdm.write(f"step {step:,}: {outputs}held-out {name}: {values}")
+                tqdm.write(f"step {step:,}: {group}: {values}")
                 evaluated = True
         return evaluated
 
@@ -558,15 +560,15 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
         if recipe.endswith(".py"):
             configs.write_file(run_dir / "recipe.py", configs.to_path(recipe).read_text())
     log = Log(run_dir, step)
-    evaluations = Evaluator(cfg, tokenizer, log)
+    evaluator = Evaluator(cfg, tokenizer, log)
     with ThreadPoolExecutor(1) as thread:  # Compile while the state is loaded.
         compiling = thread.submit(lowered.compile)
         state = load_state(cfg, abstract, checkpoint, resumes)
         compiled_step = compiling.result()
     checkpoints = partition.Checkpoints(run_dir, cfg.train.keep)
     if resumes:  # A kill may have prevented the evaluations of this checkpoint.
-        evaluations.run_due(step, state.params)
-    step = train_loop(cfg, compiled_step, state, batches, log, checkpoints, evaluations)
+        evaluator.run_due(step, state.params)
+    step = train_loop(cfg, compiled_step, state, batches, log, checkpoints, evaluator)
     ending = "done" if step >= cfg.train.steps else "stopped"
     print(f"{ending} at step {step:,}: {run_dir}")
 
@@ -587,7 +589,7 @@ def parse(argv: list[str] | None = None) -> Options:
     2. network and vocabulary of --init_from, which a run with a checkpoint remembers,
     3. the other flags.
     """
-    flags = configs.first_flags(argv)
+    flags = configs.location_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
     resumes = bool(partition.Checkpoints(run_dir).steps())
     has_settings = resumes or (configs.to_path(run_dir) / "config.json").exists()
@@ -609,7 +611,7 @@ def parse(argv: list[str] | None = None) -> Options:
         origin = stored if resumes else configs.load_run(init_from)[0]
         cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
-    options = configs.change_settings(options, argv)
+    options = configs.parse_flags(options, argv)
     if resumes:
         configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
     elif init_from:

@@ -9,7 +9,7 @@ def write_plot(path: str, table: dict) -> None:
     """Draw the losses, accuracies, metrics of outputs and learning rate of a run."""
     panels = {
         "loss (nats per token)": r"(train|training_eval/.*)/loss",
-        "accuracy": r"(train|training_eval/.*)/accuracy",
+        "accuracy": r"(train|training_eval/.*)/token_accuracy",
         "metrics of outputs (%)": "inference_eval/.*",
         "learning rate": "train/learning_rate",
     }
