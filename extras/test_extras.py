@@ -140,6 +140,23 @@ def test_auto_chooses_the_faster_forms(monkeypatch):
 # ---- t5_tasks --------------------------------------------------------------------------
 
 
+def test_recipes_have_the_settings_of_t5x():
+    """Those of its Gin files configs/runs/*.gin and examples/t5/t5_1_1."""
+    model = dict(d_model=512, d_ff=1024, num_heads=6, num_layers=8, num_decoder_layers=8)
+    model |= dict(vocab_size=32128, d_kv=64, activation="gated_gelu", tied=False)
+    model |= dict(dropout=0.0, relative_buckets=32, relative_max_distance=128)
+    data_cfg = dict(inputs_length=512, targets_length=114, extra_ids=100)
+    data_cfg |= dict(noise_density=0.15, mean_span_length=3.0)
+    train = dict(steps=10_000, learning_rate=1.0, schedule="constant * rsqrt_decay")
+    train |= dict(warmup_steps=10_000, z_loss=1e-4, label_smoothing=0.0, weight_decay=0.0)
+    pretrain = configs.RECIPES["small_c4"]
+    assert pretrain == change(pretrain, model=model, data=data_cfg, train=train)
+    for name in ("small_pairs", "base_wmt_finetune"):
+        finetune = configs.RECIPES[name]
+        train = dict(learning_rate=1e-3, schedule="constant", z_loss=1e-4)
+        assert finetune == change(finetune, model=dict(dropout=0.1), train=train)
+
+
 def test_a_command_finds_the_tasks_of_extras_by_their_names():
     """In this process they are loaded already."""
     flags = "--data.task by_rule --data.vocab bytes --model.vocab_size 384 --show 1"
