@@ -24,7 +24,7 @@ EXERCISES = {
     "model.cross_entropy": "lesson_model_the_loss_of_two_tokens the_loss_equals_that_of_t5x",
     "data.random_segmentation": "segmentations_are_equally_likely lesson_data_span_corruption",
     "data.corrupt_spans": "lesson_data_span_corruption",
-    "data.pack": "lesson_data_packing",
+    "data.pack": "lesson_data_packing lesson_data_the_longest",
     "data.shift_right": "lesson_data_packed_examples_have_segments",
     "train.learning_rate": "lesson_train_the_learning_rate learning_rates_equal_recorded",
     "train.relative_update": "lesson_train_two_updates each_layer_as_an_array_of_its_own",
