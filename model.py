@@ -15,10 +15,11 @@ Comments and einsums use these letters for the shapes:
     D d_model    H heads             C d_kv, channels of a head          F d_ff
     A H * C      V vocabulary        L layers            R buckets of relative positions
 
-At first, read dense(x, w) as x @ w, repeat_rows(bias, rows) as bias, constrain(x, ...) as
-x, resolve_auto(arch) as arch, fastest_attention(arch) as dot_product_attention,
-on_each_device(f) as f, and apply_layers(layer, x, ...) as `for w in layers: x = layer(w, x,
-rng)`. The section on devices and memory holds these functions.
+At first, read dense(x, w) as x @ w, lookup(table, index) as table[:, index],
+repeat_rows(bias, rows) as bias, constrain(x, ...) as x, resolve_auto(arch) as arch,
+fastest_attention(arch) as dot_product_attention, and apply_layers(layer, x, ...) as `for w in
+layers: x = layer(w, x, rng)`, and ignore @on_each_device. The section on devices and memory
+holds these functions.
 
     >>> from configs import RECIPES
     >>> count_params(param_table(RECIPES["small_c4"].model))
@@ -205,14 +206,12 @@ def position_bias(
 ) -> Array:
     """Return the bias [H, Q, K] that is added to the attention scores.
 
-    relative_bias [H, R]: the learned bias of each head and bucket. This is
-    relative_bias[:, bucket], as a matmul with one-hot vectors, whose gradient is fast. Each
-    layer computes it again, so that devices sum a gradient [H, R], and not [H, Q, K].
+    relative_bias [H, R]: the learned bias of each head and bucket. Each layer computes
+    the bias again, so that devices sum a gradient [H, R], and not [H, Q, K].
     """
     relative_position = np.arange(K) - np.arange(Q)[:, None]
     bucket = relative_bucket(relative_position, bidirectional, arch)
-    one_hot = jax.nn.one_hot(bucket, arch.relative_buckets, axis=0, dtype=jnp.float32)
-    return jnp.einsum("hr,rqk->hqk", relative_bias.astype(jnp.float32), one_hot)
+    return lookup(relative_bias.astype(jnp.float32), bucket)
 
 
 def attention_mask(query_segments: Array, key_segments: Array, causal=False) -> Array:
@@ -521,6 +520,12 @@ def dense(x: Array, w: Array) -> Array:
         # fast on a CPU. A TPU would have to copy the activations.
         return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
     return x @ w
+
+
+def lookup(table: Array, index: np.ndarray) -> Array:
+    """Return table[:, index] [H, Q, K]. The gradient of a product is fast, of a lookup not."""
+    one_hot = jax.nn.one_hot(index, table.shape[1], axis=0, dtype=table.dtype)
+    return jnp.einsum("hr,rqk->hqk", table, one_hot)
 
 
 def repeat_rows(bias: Array, rows: int) -> Array:
