@@ -3102,61 +3102,48 @@ def train_processes(*args, folders=(HERE, HERE)):
     return [start(*args, i, cwd=f, optimized=True) for i, f in enumerate(folders)]
 
 
-one_worker = pytest.mark.xdist_group("straight_runs")  # which takes a minute
-
-
-@pytest.fixture(scope="session")
-def straight_runs(tmp_path_factory):
-    """Runs without a kill on one and on two devices."""
-    folder = tmp_path_factory.mktemp("straight")
-    for n in (1, 2):
-        command(*SLOW_RUN, "--run_dir", folder / str(n), devices=n, optimized=True)
-    return folder
-
-
 def assert_same_runs(a, b):
     assert shard_bytes(a, 30) == shard_bytes(b, 30)
     assert metric_lines(a) == metric_lines(b)
 
 
 @slow
-@one_worker
-@pytest.mark.parametrize(
-    "number, step",
-    [*((signal.SIGKILL, step) for step in (1, 10, 23)), (signal.SIGTERM, 17)],
-)
-def test_a_killed_run_ends_like_an_uninterrupted_run(
-    straight_runs, tmp_path, number, step
-):
-    process = start(*SLOW_RUN, "--run_dir", tmp_path, optimized=True)
-    wait_for_step(tmp_path, step, [process])
-    process.send_signal(number)
-    process.communicate()
-    saves = number != signal.SIGKILL
-    assert process.returncode == (0 if saves else -number)
-    if saves:
-        assert partition.Checkpoints(tmp_path).steps()[-1] >= step
-    command(*SLOW_RUN, "--run_dir", tmp_path, optimized=True)
-    assert_same_runs(tmp_path, straight_runs / "1")
+def test_killed_runs_end_like_an_uninterrupted_run(tmp_path):
+    command(*SLOW_RUN, "--run_dir", tmp_path / "straight", optimized=True)
+    kills = [(signal.SIGKILL, 1), (signal.SIGKILL, 10), (signal.SIGKILL, 23)]
+    for number, step in (*kills, (signal.SIGTERM, 17)):
+        run_dir = tmp_path / f"killed-{step}"
+        process = start(*SLOW_RUN, "--run_dir", run_dir, optimized=True)
+        wait_for_step(run_dir, step, [process])
+        process.send_signal(number)
+        process.communicate()
+        saves = number != signal.SIGKILL
+        assert process.returncode == (0 if saves else -number)
+        if saves:
+            assert partition.Checkpoints(run_dir).steps()[-1] >= step
+        command(*SLOW_RUN, "--run_dir", run_dir, optimized=True)
+        assert_same_runs(run_dir, tmp_path / "straight")
 
 
 @slow
-@one_worker
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_two_processes_are_resumed_as_one(straight_runs, tmp_path, number):
+def test_two_processes_are_resumed_as_one(tmp_path):
     """All processes save after the same step, although one of them gets the signal."""
-    processes = train_processes("--run_dir", tmp_path)
-    wait_for_step(tmp_path, 15, processes)
-    for process in processes if number == signal.SIGKILL else processes[:1]:
-        process.send_signal(number)
-    codes = [process.wait(120) for process in processes]
-    if number == signal.SIGTERM:
-        assert codes == [0, 0]
-        assert partition.Checkpoints(tmp_path).steps()[-1] >= 15
-    (last,) = partition.Checkpoints(tmp_path).steps()[-1:]
-    assert len(shard_bytes(tmp_path, last)) == 3  # with the file `complete`
-    command(*SLOW_RUN, "--run_dir", tmp_path, devices=2, optimized=True)
-    assert_same_runs(tmp_path, straight_runs / "2")
+    in_one = dict(devices=2, optimized=True)
+    command(*SLOW_RUN, "--run_dir", tmp_path / "straight", **in_one)
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        run_dir = tmp_path / number.name
+        processes = train_processes("--run_dir", run_dir)
+        wait_for_step(run_dir, 15, processes)
+        for process in processes if number == signal.SIGKILL else processes[:1]:
+            process.send_signal(number)
+        codes = [process.wait(120) for process in processes]
+        if number == signal.SIGTERM:
+            assert codes == [0, 0]
+            assert partition.Checkpoints(run_dir).steps()[-1] >= 15
+        (last,) = partition.Checkpoints(run_dir).steps()[-1:]
+        assert len(shard_bytes(run_dir, last)) == 3  # with the file `complete`
+        command(*SLOW_RUN, "--run_dir", run_dir, **in_one)
+        assert_same_runs(run_dir, tmp_path / "straight")
 
 
 @slow
