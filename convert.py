@@ -546,8 +546,8 @@ def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int
         ):
             raise UserError(
                 "The vocabulary is not a unigram model, falls back to bytes, has symbols "
-                "of yours, or no space in front of a text: transformers would give other "
-                "ids. Without spiece.model in the run, the weights alone are converted."
+                "of its own, or no space before a text: transformers would give other ids. "
+                "Without spiece.model in the run, the weights alone are converted."
             )
         if not spec.normalizer_spec.remove_extra_whitespaces:
             print("This vocabulary keeps repeated spaces, and transformers removes them.")

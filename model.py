@@ -120,7 +120,7 @@ def init_params(arch: ModelConfig, rng: Array) -> dict:
         if p.init == "normal":
             return p.scale * jax.random.normal(rng, p.shape)
         samples = jax.random.truncated_normal(rng, -2, 2, p.shape)
-        return p.scale / 0.87962566103423978 * samples  # divided by their deviation
+        return p.scale / 0.87962566103423978 * samples  # by their standard deviation
 
     leaves, structure = jax.tree.flatten(param_table(arch))
     rngs = jax.random.split(rng, len(leaves))
