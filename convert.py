@@ -508,7 +508,7 @@ def find_vocabulary(folders: list[Path], vocab_size: int) -> tuple[str | None, i
     added |= {x["content"] for x in config.get("added_tokens_decoder", {}).values()}
     tokens = read_json(folders[0] / "tokenizer.json").get("added_tokens", [])
     added |= {x["content"] for x in tokens}
-    own = {x for x in added if not re.fullmatch(r"<(pad|/s|unk|extra_id_\d+)>", x)}
+    own = {x for x in added if not re.fullmatch(r"▁?<(pad|/s|unk|extra_id_\d+)>", x)}
     models = ["spiece.model", "sentencepiece.model"] if not own else []
     files = [f / name for name in (*models, "tokenizer.json") for f in folders]
     file = next(filter(Path.exists, files), None)

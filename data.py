@@ -419,12 +419,12 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 
 
 # ---- batches ---------------------------------------------------------------------------
-# read_windows       documents of WINDOW_CHARACTERS, in the order of the files
-# shuffled_examples  their examples
-# choose_examples    the next examples of all tasks by their rates, for ROWS_PER_PACK rows
-# pack_rows          these examples, packed into rows, which are shuffled
-# make_batches       batches of rows, and the position from which a restart continues
-# prefetch           a thread reads the next window, and another makes the next batches
+# read_windows     documents of WINDOW_CHARACTERS, in the order of the files
+# examples_of      their examples, shuffled
+# choose_examples  the next examples of all tasks by their rates, for ROWS_PER_PACK rows
+# pack_rows        these examples, packed into rows, which are shuffled
+# make_batches     batches of rows, and the position from which a restart continues
+# prefetch         a thread reads the next window, and another makes the next batches
 
 EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # what random bits are for: the last seeds
 WINDOW_CHARACTERS = 1 << 23  # of a window; at most 32 tasks share them
@@ -475,7 +475,7 @@ def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iter
     return items()
 
 
-def shuffled_examples(
+def examples_of(
     name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor
 ) -> Iterator:
     """Yield (example, Cursor after it) of a task, shuffled; (None, Cursor) ends an epoch.
@@ -530,9 +530,7 @@ class Batches(Iterator):
             task, task_files = open_task(name, "train", cfg)
             windows = read_windows(task, task_files, tokenizer, cfg, size, cursor)
             windows = prefetch(windows, reader, ahead=1)
-            self.streams[name] = shuffled_examples(
-                name, task, tokenizer, cfg, windows, cursor
-            )
+            self.streams[name] = examples_of(name, task, tokenizer, cfg, windows, cursor)
             sizes += [[file.name.split("/")[-1], file.size] for file in task_files]
         files = zlib.crc32(json.dumps([self.rates, sizes]).encode())
         if self.position.setdefault("files_crc32", files) != files:
@@ -672,7 +670,8 @@ def read_parquet(path):
     with fsspec.open(path) as file:
         table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
         for batch in table.iter_batches(128):
-            yield from batch.to_pylist()
+            # select() raises an error if two columns have the same name.
+            yield from batch.select(batch.schema.names).to_pylist()
 
 
 @cache
@@ -744,8 +743,10 @@ def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
                 if (f, number) > start:
                     new = {new: record[old] for new, old in renamed if old in record}
                     documents = task.preprocess(record | new)
-                    # 300 is for the objects of Python.
-                    size = 300 + sum(map(len, texts_of(documents, task)))
+                    texts = texts_of(documents, task)
+                    # A lone surrogate, which JSON can hold, raises an error here.
+                    "".join(x for x in texts if isinstance(x, str)).encode()
+                    size = 300 + sum(map(len, texts))  # 300 for the objects of Python
                     yield documents, (f, number), size
                 number += 1
         except Exception as error:
@@ -842,8 +843,8 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
         return task, files
     if split not in ("train", "validation"):
         return task, []
-    if validation_source:
-        return task, files
+    if validation_source:  # Nothing is held out of the files for training.
+        return task, files if split == "train" else []
     configs.print_once(f"data     5 % of 20,000 records are held out: {task.source}")
     readers = [partial(split_records, file, i, split) for i, file in enumerate(files)]
     return task, [file._replace(read=r) for file, r in zip(files, readers)]

@@ -445,7 +445,7 @@ class Options(configs.Options):
 
 
 # A change of these settings changes no metric.
-WITHOUT_EFFECT = "batch_size", "task", "eval_tasks", "tfds_dir"
+WITHOUT_EFFECT = "batch_size", "eval_tasks", "tfds_dir"
 
 
 def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> str:
@@ -477,7 +477,7 @@ def main() -> None:
     options = configs.parse(Options)
     cfg, tokenizer = infer.start_inference(options)
     run_cfg, _ = configs.load_run(options.run_dir)
-    names = data.eval_tasks(cfg, options.tasks)
+    names, split = data.eval_tasks(cfg, options.tasks), options.split
     data_cfgs = [
         (c.data.task, c.data.source, c.data.validation_source) for c in (cfg, run_cfg)
     ]
@@ -499,14 +499,14 @@ def main() -> None:
     for step in steps:
         params = infer.load_params(cfg, options.run_dir, step)
         for name in names:
-            task, files = data.open_task(name, options.split, cfg)
-            if not files and len(names) > 1:  # as in training
-                print(f"{name} is not evaluated: it has no split {options.split}")
+            task, first = data.find_task(name, cfg), data.read_task(name, split, cfg)
+            if len(names) > 1 and not options.tasks and next(first, None) is None:
+                print(f"{name} is not evaluated: it has no examples of the split {split}")
                 continue
             mode = options.mode or ("predict" if task.metrics else "loss")
-            metrics, lines = modes[mode](params, cfg, name, options.split, tokenizer)
+            metrics, lines = modes[mode](params, cfg, name, split, tokenizer)
             count = f" of {len(lines):,} examples" if lines else ""
-            print(f"{name}, {options.split}, step {step:,}, {mode}{count}")
+            print(f"{name}, {split}, step {step:,}, {mode}{count}")
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             if partition.is_main_process():

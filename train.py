@@ -442,7 +442,7 @@ class Evaluator:
                 name, "validation", cfg, tokenizer, self.limit
             )
             if not batches:
-                source = data.find_task(name, cfg).source
+                source = data.open_task(name, "validation", cfg)[0].source
                 print(f"{name} is not evaluated: {source} has no held-out examples")
                 continue
             if train_cfg.eval_every:
