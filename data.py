@@ -841,9 +841,7 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     train_sources = [find_task(other, cfg).source for other in train_tasks(cfg)]
     if absolute_source(task.source) not in map(absolute_source, train_sources):
         return task, files
-    if split not in ("train", "validation"):
-        return task, []
-    if validation_source:  # Nothing is held out of the files for training.
+    if validation_source or split not in ("train", "validation"):
         return task, files if split == "train" else []
     configs.print_once(f"data     5 % of 20,000 records are held out: {task.source}")
     readers = [partial(split_records, file, i, split) for i, file in enumerate(files)]
