@@ -843,7 +843,8 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
         return task, files
     if validation_source or split not in ("train", "validation"):
         return task, files if split == "train" else []
-    configs.print_once(f"data     5 % of 20,000 records are held out: {task.source}")
+    held_out = "5 % of the first 20,000 records are held out"
+    configs.print_once(f"data     {held_out}: {task.source}")
     readers = [partial(split_records, file, i, split) for i, file in enumerate(files)]
     return task, [file._replace(read=r) for file, r in zip(files, readers)]
 

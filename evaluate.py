@@ -486,6 +486,11 @@ def main() -> None:
             f"Another --data.task or source is that of one task alone, which --tasks and "
             f"--data.task name. These are {names} and {cfg.data.task}."
         )
+    if len(names) > 1 and not options.tasks:  # Training leaves them out, too.
+        empty = [x for x in names if next(data.read_task(x, split, cfg), None) is None]
+        names = [name for name in names if name not in empty] or names
+        if empty:
+            print(f"not evaluated, without examples of the split {split}: {empty}")
     folder = configs.to_path(options.output or f"{options.run_dir}/eval")
     steps = partition.Checkpoints(options.run_dir).steps()
     if options.step != "all" or not steps:
@@ -499,10 +504,7 @@ def main() -> None:
     for step in steps:
         params = infer.load_params(cfg, options.run_dir, step)
         for name in names:
-            task, first = data.find_task(name, cfg), data.read_task(name, split, cfg)
-            if len(names) > 1 and not options.tasks and next(first, None) is None:
-                print(f"{name} is not evaluated: it has no examples of the split {split}")
-                continue
+            task = data.find_task(name, cfg)
             mode = options.mode or ("predict" if task.metrics else "loss")
             metrics, lines = modes[mode](params, cfg, name, split, tokenizer)
             count = f" of {len(lines):,} examples" if lines else ""

@@ -2773,6 +2773,14 @@ def test_the_command_evaluates_the_tasks_of_another_recipe_file(byte_run, tmp_pa
     assert loss["training_eval/own/loss"] > 0
 
 
+def test_tasks_without_held_out_examples_are_left_out(byte_run, here):
+    source, none = write_pairs(Path("a.jsonl"), 4), "jsonl:none-{split}"
+    flags = f"evaluate --run_dir {byte_run} --output out --data.eval_tasks {none},"
+    assert re.search(rf"not evaluated.*none-.*\n{source}, val", run(flags + source))
+    with pytest.raises(UserError, match="none-"):
+        run(flags + none)
+
+
 def test_other_flags_get_columns_of_their_own(byte_run):
     run, _ = configs.load_run(byte_run)
     options = evaluate.Options(change(run, decode=dict(beams=4, batch_size=9)))

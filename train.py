@@ -302,11 +302,11 @@ def train_loop(
             log.write(step, "train", metrics)
             log.write(step, "timing", timing)
             tqdm.write(
-                f"step {step:,}/{steps:,}  loss {metrics['loss']:.3f}  token accuracy "
-                f"{metrics['token_accuracy']:.3f}  learning rate "
-                f"{metrics['learning_rate']:.1e}"
-                f"  {timing['rows_per_second']:.4g} rows/s  {timing['teraflops']:.3g} "
-                f"TFLOP/s"
+                f"step {step:,}/{steps:,}  loss {metrics['loss']:.3f}  "
+                f"token accuracy {metrics['token_accuracy']:.3f}  "
+                f"learning rate {metrics['learning_rate']:.1e}  "
+                f"{timing['rows_per_second']:.4g} rows/s  "
+                f"{timing['teraflops']:.3g} TFLOP/s"
             )
         if save_now:
             log.sync()
