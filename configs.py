@@ -303,17 +303,13 @@ def location_flags(argv: list[str] | None) -> argparse.Namespace:
 
 
 def parse(options_class: type, argv: list[str] | None = None):
-    """Parse the flags of a command: the fields of a subclass of Options.
-
-    The settings are those of --run_dir, if it is given, else of --config. Flags then
-    change single settings.
-    """
+    """Parse the flags of a command. Settings are those of --run_dir, or else --config."""
     flags = location_flags(argv)
     if flags.run_dir:
         cfg, _ = load_run_and_tasks(flags.run_dir, flags.config)
     else:
         cfg = load_recipe(flags.config or "tiny")
-    return parse_flags(options_class(cfg, flags.config, flags.run_dir), argv)
+    return parse_flags(options_class(cfg), argv)
 
 
 def parse_flags(options: Options, argv: list[str] | None) -> Options:
