@@ -235,7 +235,7 @@ RECIPES = {
 
 # Without the folder extras/, tasks of T5, T0 and tiny_finetune, kernels and plots are gone.
 HAS_EXTRAS = importlib.util.find_spec("extras") is not None
-# A user's recipe file may add to these tables, and bring a tokenizer.
+# A user's recipe file may define TASKS, MIXTURES and a VOCABULARY, a tokenizer.
 TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, None
 
 
@@ -246,10 +246,7 @@ def load_extras() -> None:
 
 
 def load_recipe(name: str) -> Config:
-    """Return the Config of a recipe, or of a Python file that defines CONFIG.
-
-    The file may also define TASKS, MIXTURES and a VOCABULARY.
-    """
+    """Return the Config of a recipe, or of a Python file that defines CONFIG."""
     global VOCABULARY
     if not name.endswith(".py"):
         load_extras()
