@@ -583,11 +583,11 @@ class Batches(Iterator):
         used_rows = self.position["used_rows"]
         while True:
             tasks = self.cursors.copy()
-            packed = self.pack_rows()
-            for i in range(used_rows, len(packed.inputs)):
-                rows.append([array[i] for array in packed])
+            for row in list(zip(*self.pack_rows()))[used_rows:]:
+                rows.append(row)
+                used_rows += 1
                 if len(rows) == self.cfg.train.batch_size:
-                    position = self.position | {"used_rows": i + 1, "tasks": tasks}
+                    position = self.position | {"used_rows": used_rows, "tasks": tasks}
                     yield Batch(*map(np.stack, zip(*rows))), position
                     rows = []
             used_rows = 0
