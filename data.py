@@ -435,14 +435,12 @@ class Cursor(NamedTuple):
     """Where a task is.
 
     To restart, open `file`, skip `record` records, read a window, shuffle it with the
-    first three numbers as seeds, and skip `taken` examples. Cursor(1, 0, 40, 7, 207): in
-    the second epoch, the window begins after record 40 of file 0. Seven of its examples
-    were taken, and 207 of the task.
+    first three numbers as seeds, and skip `taken` examples.
     """
 
     epoch: int = 0
     file: int = 0  # the number of the file in which the window begins
-    record: int = 0
+    record: int = 0  # records of this file before the window
     taken: int = 0  # examples of the window so far
     total: int = 0  # examples of the task so far
 
@@ -475,13 +473,8 @@ def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iter
     return items()
 
 
-def examples_of(
-    name, task, tokenizer, cfg, windows: Iterator, cursor: Cursor
-) -> Iterator:
-    """Yield (example, Cursor after it) of a task, shuffled; (None, Cursor) ends an epoch.
-
-    After a restart, `taken` examples of the first window are skipped.
-    """
+def examples_of(name, task, tokenizer, cfg, windows, cursor: Cursor) -> Iterator:
+    """Yield (example, Cursor after it), shuffled; (None, Cursor) ends an epoch."""
     for chunks, next_window in windows:
         # Each window, which the first three numbers name, has random bits of its own.
         seeds = cfg.train.seed, zlib.crc32(name.encode()), *cursor[:3]
