@@ -224,16 +224,13 @@ class Tokenizer:
         return (ids > EOS) & ((ids > last) | (ids <= last - self.extra_ids))
 
 
-def load_tokenizer(cfg: Config, source: str = "") -> Tokenizer:
-    """Return the recipe's own VOCABULARY, or that of a run, or that of cfg.data.vocab.
-
-    source: a run or checkpoint, or "".
-    """
+def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
+    """Return the recipe's VOCABULARY, or that of a run or checkpoint, or --data.vocab."""
     vocab, metadata = cfg.data.vocab, {}
-    if source:
-        _, metadata = configs.load_run(source)
+    if run:
+        _, metadata = configs.load_run(run)
         for name in ("spiece.model", "tokenizer.json"):
-            if (path := configs.run_dir_of(source) / name).exists():
+            if (path := configs.run_dir_of(run) / name).exists():
                 vocab = str(path)
     kind, _, size = vocab.partition(":")
     if configs.VOCABULARY or not (kind == "train" or vocab.endswith(".model")):
@@ -248,7 +245,7 @@ def load_tokenizer(cfg: Config, source: str = "") -> Tokenizer:
     if tokenizer.size > cfg.model.vocab_size:
         raise UserError(f"This vocabulary needs --model.vocab_size {tokenizer.size}.")
     if tokenizer.sha256 != metadata.get("vocabulary", tokenizer.sha256):
-        raise UserError(f"{source} has another vocabulary than at its beginning.")
+        raise UserError(f"{run} has another vocabulary than at its beginning.")
     return tokenizer
 
 
