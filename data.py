@@ -249,17 +249,17 @@ def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
     return tokenizer
 
 
-def train_vocabulary(cfg: Config, size: int, characters: int = 1 << 27) -> bytes:
+def train_vocabulary(cfg: Config, size: int) -> bytes:
     """Train a SentencePiece model on the beginning of the training texts."""
-    lines = []
+    lines, missing = [], 1 << 27  # characters that are still to be read
     readers = [read_task(name, "train", cfg) for name in train_tasks(cfg)]
     in_turn = itertools.zip_longest(*readers, fillvalue={})
     for fields in itertools.chain.from_iterable(in_turn):
         for name in ("text", "inputs", "targets"):
             text = fields.get(name, "")
             lines += re.findall(".{1,4000}", text)  # SentencePiece skips longer lines
-            characters -= len(text)
-        if characters < 0:
+            missing -= len(text)
+        if missing < 0:
             break
     print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
     output = io.BytesIO()
