@@ -220,8 +220,8 @@ class Tokenizer:
 
     def is_content(self, ids):
         """Return where an array of ids has neither padding nor EOS nor sentinels."""
-        last = self.first_sentinel or 0  # 0 if there are none
-        return (ids > EOS) & ((ids > last) | (ids <= last - self.extra_ids))
+        first = self.first_sentinel or 0  # 0 if there are none
+        return (ids > EOS) & ((ids > first) | (ids <= first - self.extra_ids))
 
 
 def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
@@ -731,8 +731,8 @@ def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
         try:
             for record in file.read():
                 if (f, number) > start:
-                    new = {new: record[old] for new, old in renamed if old in record}
-                    documents = task.preprocess(record | new)
+                    fields = {new: record[old] for new, old in renamed if old in record}
+                    documents = task.preprocess(record | fields)
                     texts = texts_of(documents, task)
                     # A lone surrogate, which JSON can hold, raises an error here.
                     "".join(x for x in texts if isinstance(x, str)).encode()
