@@ -823,7 +823,7 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     task = find_task(name, cfg)
     validation_source = cfg.data.validation_source
     if validation_source and name == cfg.data.task and split == "validation":
-        task = task._replace(source=validation_source)
+        task = task._replace(source=validation_source, splits=(split,))
     files = source_files(task.source, split, cfg) if split in task.splits else []
     if re.search(r"{split}|^(hf|tfds|seqio):", task.source):
         return task, files

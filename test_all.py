@@ -1430,7 +1430,7 @@ def test_a_split_in_a_name_and_fields_with_other_names(tmp_path):
     assert rows["validation"][7] == dict(q=text, inputs=text, a="x", targets="x")
 
 
-def test_held_out_batches_are_in_order_and_padded(tmp_path):
+def test_held_out_batches_are_in_order_and_padded(tmp_path, tables):
     source = write_pairs(tmp_path / "a.jsonl", 20)
     cfg = change(BYTES, train=dict(batch_size=8))
     batches = data.batches_of_split(source, "validation", cfg, TOKENIZER)
@@ -1440,10 +1440,10 @@ def test_held_out_batches_are_in_order_and_padded(tmp_path):
     assert not batches[2].target_segments[4:].any()
     found = data.batches_of_split(source, "validation", cfg, TOKENIZER, 16)
     assert_equal(found, batches[:2])
-    only = data.Task(source, splits=("train",))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(configs.TASKS, "only", only)
-        assert data.batches_of_split("only", "validation", cfg, TOKENIZER) == []
+    configs.TASKS["only"] = data.Task("jsonl:other", splits=("train",))
+    assert data.batches_of_split("only", "validation", cfg, TOKENIZER) == []
+    cfg = change(cfg, data=dict(task="only", validation_source=source))
+    assert len(data.batches_of_split("only", "validation", cfg, TOKENIZER)) == 3
 
 
 @pytest.mark.parametrize(
