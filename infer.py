@@ -18,7 +18,6 @@ Letters of shapes: B examples, N outputs of an example (beams or samples), S inp
 T maximum number of generated ids, H heads, C channels of a head, K keys, V vocabulary.
 """
 
-import fcntl
 import functools
 import itertools
 import json
@@ -574,12 +573,11 @@ def job_digest(options: "Options", step: int, tokenizer) -> str:
 
 
 def skip_answered(file, examples: Iterator[Request], block_size: int) -> int:
-    """Lock an unfinished file, cut it after its last complete block, and skip its lines.
+    """Cut an unfinished file after its last complete block, and skip its lines.
 
     A part of a block is computed again: in another batch, the last digits of scores
     would change. Returns the number of lines skipped.
     """
-    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails if the same command runs
     file.seek(0)
     done = sum(text.endswith(b"\n") for text in file) // block_size * block_size
     file.seek(0)
@@ -601,7 +599,7 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     file, done = None, 0
     if partition.is_main_process():
         digest = job_digest(options, step, tokenizer)
-        file = open(f"{options.output}.{digest}.partial", "a+b")
+        file = partition.open_locked(f"{options.output}.{digest}.partial", "a+b")
         done = skip_answered(file, examples, BATCHES_PER_BLOCK * cfg.decode.batch_size)
     done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
     if done:

@@ -149,17 +149,22 @@ def check_same(value: Any) -> None:
         )
 
 
+def open_locked(path: Path | str, mode: str):
+    """Open a file, and lock it against other processes until it is closed."""
+    file = open(path, mode)
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"{path} is in use by another process.") from None
+    return file
+
+
 def lock(run_dir: Path):
     """Keep a second command from training in the same folder."""
     if configs.is_remote(run_dir) or not is_main_process():
         return contextlib.nullcontext()
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = (run_dir / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"Another process is training in {run_dir}.") from None
-    return file
+    return open_locked(run_dir / ".lock", "w")
 
 
 # ---- writing a checkpoint --------------------------------------------------------------
