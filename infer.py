@@ -371,8 +371,6 @@ def mean_embeddings(params: dict, batch: data.Batch, arch: ModelConfig) -> Array
 # ---- batches of examples ---------------------------------------------------------------
 
 
-# the fields of a line that infer.py writes
-RESULT_FIELDS = {"prediction", "predictions", "scores", "score", "embedding"}
 BATCHES_PER_BLOCK = 16  # the batches of a block, in which examples are sorted by length
 
 
@@ -542,6 +540,9 @@ def read_input(options: "Options", tokenizer) -> Iterator[Request]:
         yield Request(*ids, index=index, line=line)
 
 
+RESULT_FIELDS = {"prediction", "predictions", "scores", "score", "embedding"}
+
+
 def result_fields(line: dict, result, cfg: Config, tokenizer, mode: str) -> dict:
     """Return the fields that a line gets. Texts get texts, and lists of ids get ids."""
     if mode != "predict":
@@ -584,7 +585,8 @@ def skip_answered(file, examples: Iterator[Request], block_size: int) -> int:
     for text in itertools.islice(file, done):
         line = next(examples, Request([])).line
         old, new = json.loads(text), json.loads(to_json(line))
-        if any(old.get(name) != new[name] for name in new.keys() - RESULT_FIELDS):
+        results = {name: old[name] for name in old.keys() & RESULT_FIELDS}
+        if old != new | results:
             raise UserError(f"{file.name} was begun with other inputs: remove it.")
     file.truncate()
     return done

@@ -2386,6 +2386,10 @@ def test_files_of_other_inputs_and_finished_files_are_not_touched(answer, begun)
         with pytest.raises(UserError, match="a.jsonl"):
             answer("a.jsonl", "--decode.batch_size", 1)
     begun("a.jsonl").unlink()
+    write_jsonl(begun("c.jsonl"), [line | {"prediction": "x"} for line in LINES])
+    write_jsonl(Path("in.jsonl"), LINES[:3])
+    with pytest.raises(UserError, match="c.jsonl"):  # It has more lines than the input.
+        answer("c.jsonl", "--decode.batch_size", 1)
     answer("a.jsonl")
     with pytest.raises(UserError, match="a.jsonl"):
         answer("a.jsonl")
