@@ -75,18 +75,12 @@ def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> 
     return model.dot_product_attention(q, k, v, mask, bias)[:, :, :N]
 
 
-class DecoderLayer(NamedTuple):
-    """What all steps of a layer share."""
-
-    weights: dict
-    cross_kv: model.KV  # keys and values of the encoder's output
-    bias: Array  # position biases [H, T, T]
-
-
 def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, beams=1):
     """Return two lists with an item for each decoder layer: (cache, layers).
 
-    An item of the cache is [keys, values], both [B, H, length * beams, C].
+    An item of the cache is [keys, values], both [B, H, length * beams, C]. An item of
+    layers is what all steps share: (weights, keys and values of the encoder's output,
+    position biases [H, length, length]).
     """
     stack = params["decoder"]
     cache, layers = [], []
@@ -101,7 +95,7 @@ def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, b
         empty = jnp.zeros((B, H, length * beams, C), encoded.dtype)
         empty = constrain(empty, "batch", "heads")
         cache.append([empty, empty])
-        layers.append(DecoderLayer(w, cross_kv, bias))
+        layers.append((w, cross_kv, bias))
     return cache, layers
 
 
