@@ -36,15 +36,16 @@ from configs import METRICS, Config, UserError
 
 
 @jax.jit(static_argnames="cfg")
-def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> list[dict]:
+def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> tuple:
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
     x = model.encode_and_decode(params, batch, cfg.model)
+
+    def sums(counts, cfg):
+        weights = counts.astype("float32")
+        return model.loss_sums(params, x, batch.targets, weights, cfg)[1]
+
     unsmoothed = replace(cfg, train=replace(cfg.train, label_smoothing=0.0))
-    weights = [w.astype("float32") for w in (batch.target_segments > 0, is_content)]
-    return [
-        model.loss_sums(params, x, batch.targets, w, c)[1]
-        for w, c in zip(weights, (cfg, unsmoothed))
-    ]
+    return sums(batch.target_segments > 0, cfg), sums(is_content, unsmoothed)
 
 
 def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:
@@ -53,16 +54,16 @@ def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:
     content_loss leaves out EOS, sentinels and label smoothing, so it can be compared with
     unigram_loss, and bits_per_byte between vocabularies.
     """
-    sums, content, num_bytes = collections.Counter(), collections.Counter(), 0
+    sums, num_bytes = [], 0
     for batch in batches:
         is_content = tokenizer.is_content(batch.targets)
         arrays = partition.put_batch((batch, is_content))
-        for total, new in zip((sums, content), batch_sums(params, *arrays, cfg)):
-            total.update(new)
+        sums.append(batch_sums(params, *arrays, cfg))
         for ids, kept in zip(batch.targets, is_content):
             num_bytes += len(tokenizer.decode(ids[kept]).encode())
     # Divide once, so that each token has the same weight.
-    metrics = model.mean_metrics(sums)
+    total, content = jax.tree.map(lambda *numbers: sum(numbers), *sums)
+    metrics = model.mean_metrics(total)
     metrics["content_loss"] = model.mean_metrics(content)["cross_ent_loss"]
     bits = content["cross_ent_loss"] / math.log(2)
     metrics["bits_per_byte"] = bits / max(num_bytes, 1)
