@@ -149,13 +149,11 @@ def compute_metrics(task: data.Task, examples, targets, outputs) -> tuple[dict, 
     functions = [METRICS.get(x, x) for x in task.metrics or ("accuracy",)]
     if unknown := [x for x in functions if isinstance(x, str)]:
         raise UserError(f"There is no metric {unknown}, but {', '.join(METRICS)}.")
-    lines, metrics = [], {}
-    for example, target, output in zip(examples, targets, outputs):
-        target = postprocess(task, target, example, True)
-        prediction = postprocess(task, output, example, False)
-        added = {"output": output, "target": target, "prediction": prediction}
-        lines.append(example | added)
-    targets, predictions = ([x[key] for x in lines] for key in ("target", "prediction"))
+    targets = [postprocess(task, *pair, True) for pair in zip(targets, examples)]
+    predictions = [postprocess(task, *pair, False) for pair in zip(outputs, examples)]
+    rows = zip(examples, outputs, targets, predictions)
+    lines = [x | {"output": o, "target": t, "prediction": p} for x, o, t, p in rows]
+    metrics = {}
     for function in functions:
         values = function(targets, predictions)
         if not isinstance(values, dict):
@@ -229,11 +227,11 @@ def answer_choices(name: str, task: data.Task, number: int, example: dict) -> li
             f"one of a list of choices, and these must differ. The choices, of the field "
             f"answer_choices or of the task, are {texts}."
         )
-    choices = []
-    for i, text in enumerate(texts):
-        choice = {"targets": text, "idx": (number, i), "is_correct": folded[i] == target}
-        choices.append(example | choice | {"weight": 1.0})
-    return choices
+    choices = [
+        {"targets": text, "idx": (number, i), "is_correct": folded[i] == target}
+        for i, text in enumerate(texts)
+    ]
+    return [example | choice | {"weight": 1.0} for choice in choices]
 
 
 def group_choices(indices: list[tuple[int, int]]) -> list[list[int]]:
