@@ -452,9 +452,9 @@ def fill_blanks(inputs: Iterable, targets: Iterable, tokenizer) -> str:
     sentinel = r"<extra_id_(\d+)>"
     _, *parts = re.split(sentinel, tokenizer.decode(targets))
     answers = {i: f" [{text.strip()}] " for i, text in zip(parts[::2], parts[1::2])}
-    parts = re.split(sentinel, tokenizer.decode(inputs))
-    parts[1::2] = [answers.get(i, " ____ ") for i in parts[1::2]]
-    return " ".join("".join(parts).split())
+    text = tokenizer.decode(inputs)
+    filled = re.sub(sentinel, lambda found: answers.get(found[1], " ____ "), text)
+    return " ".join(filled.split())
 
 
 # ---- the model of a run ----------------------------------------------------------------
