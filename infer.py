@@ -558,12 +558,11 @@ def to_json(line: dict) -> bytes:
 def job_digest(options: "Options", step: int, tokenizer) -> str:
     """Return a checksum of everything that a result depends on, besides its own line."""
     folder = partition.Checkpoints(options.run_dir).path(step)
-    headers = partition.read_headers(folder)[0].values()
-    checksums = [header["crc32"] for shards in headers for header in shards]
+    headers = partition.read_headers(folder)  # with a checksum of each array
     decode = replace(options.cfg.decode, batch_size=0)
     cfg = replace(options.cfg, decode=decode, mesh=None)
     flags = replace(options, cfg=cfg, distributed=None, output="", step="")
-    job = flags, tokenizer.sha256, checksums, partition.platform()
+    job = flags, tokenizer.sha256, headers, partition.platform()
     return f"{zlib.crc32(repr(job).encode()):08x}"
 
 
