@@ -11,9 +11,6 @@ OUT.jsonl has the same lines in the same order, with a new field "prediction", "
 (the log-probability of the targets) or "embedding" (the mean output of the encoder). A
 result does not depend on the other lines, up to rounding.
 
-The encoder runs once. The decoder generates one token at a time, and a cache holds the
-keys and values of earlier tokens.
-
 Letters of shapes: B examples, N outputs of an example (beams or samples), S input length,
 T maximum number of generated ids, H heads, C channels of a head, K keys, V vocabulary.
 """
