@@ -414,16 +414,9 @@ def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
     if mode != "predict":
         compute = {"score": score, "encode": mean_embeddings}[mode]
         return np.asarray(compute(params, batch, cfg.model)).tolist()
-    ids, scores = generate(
-        params,
-        batch.inputs,
-        batch.input_segments,
-        cfg.model,
-        length=cfg.decode.max_length or cfg.data.targets_length,
-        decode_cfg=cfg.decode,
-        indices=indices,
-        seed=cfg.train.seed,
-    )
+    args = params, batch.inputs, batch.input_segments, cfg.model
+    length = cfg.decode.max_length or cfg.data.targets_length
+    ids, scores = generate(*args, length, cfg.decode, indices, cfg.train.seed)
     results = []
     for outputs, own_scores in zip(np.asarray(ids), np.asarray(scores)):
         # Beam search may find fewer outputs than there are beams.
