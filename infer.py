@@ -557,10 +557,10 @@ def job_digest(options: "Options", step: int, tokenizer) -> str:
 
 
 def skip_answered(file, examples: Iterator[Request], block_size: int) -> int:
-    """Cut an unfinished file after its last complete block, and skip its lines.
+    """Cut an unfinished file after its last complete block, and skip its examples.
 
     A part of a block is computed again: in another batch, the last digits of scores
-    would change. Returns the number of lines skipped.
+    would change. Returns the number of examples skipped.
     """
     file.seek(0)
     done = sum(text.endswith(b"\n") for text in file) // block_size * block_size
