@@ -379,8 +379,9 @@ def load_run(source: str) -> tuple[Config, dict]:
     sections = {}
     for name, values in stored["settings"].items():
         Section = Config.__dataclass_fields__[name].type
-        if other := values.keys() ^ Section.__dataclass_fields__.keys():
-            raise UserError(f"{path} is of another version: {name}.{sorted(other)}.")
+        # In runs from before a fork added a setting, this has its default.
+        if unknown := values.keys() - Section.__dataclass_fields__.keys():
+            raise UserError(f"{path} has unknown settings: --{name}.{unknown}.")
         sections[name] = Section(**values)
     return Config(**sections), stored["metadata"]
 
