@@ -1102,6 +1102,13 @@ def test_scan_is_read_as_its_authors_publish_it(here):
     assert "\n    WALK\n" in run(f"{scan} --data.task scan_simple_test")
 
 
+def test_the_recipe_of_ul2_has_an_objective_of_its_own():
+    rows = run(f"data --config {HERE}/examples/ul2.py --show 40").split("inputs\n    ")
+    for mode in ("[NLU]", "[NLG]", "[S2S]"):
+        own = [row for row in rows if row.startswith(mode)]
+        assert own and all(("<extra_id_0>" in row) == (mode != "[S2S]") for row in own)
+
+
 # ---- bench -----------------------------------------------------------------------------
 
 
