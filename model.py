@@ -603,11 +603,12 @@ def count_params(table: dict) -> int:
     return sum(math.prod(p.shape) for p in jax.tree.leaves(table))
 
 
-def train_flops(arch: ModelConfig, S: int, T: int) -> int:
+def train_flops(cfg: Config) -> int:
     """Count the floating-point operations to train on one row. Only matmuls count.
 
-    T5 1.1 small needs 106 billion for S = 512 input tokens and T = 114 target tokens.
+    T5 1.1 small needs 106 billion for 512 input tokens and 114 target tokens.
     """
+    arch, S, T = cfg.model, cfg.data.inputs_length, cfg.data.targets_length
     D, F, A = arch.d_model, arch.d_ff, arch.num_heads * arch.d_kv
     mlp_weights = (3 if arch.activation.startswith("gated_") else 2) * D * F
     encoder = S * (4 * D * A + mlp_weights) + 2 * S * S * A
@@ -621,12 +622,11 @@ def train_flops(arch: ModelConfig, S: int, T: int) -> int:
 def describe_model(cfg: Config) -> str:
     """Return a line with the number of parameters and the FLOPs of a row."""
     table = param_table(cfg.model)
-    S, T = cfg.data.inputs_length, cfg.data.targets_length
     parts = ", ".join(f"{name} {count_params(part):,}" for name, part in table.items())
-    flops = train_flops(cfg.model, S, T) / 1e9
     return (
-        f"{count_params(table):,} parameters ({parts}); {flops:.5g} GFLOP to train on "
-        f"one row of {S} + {T} tokens"
+        f"{count_params(table):,} parameters ({parts}); {train_flops(cfg) / 1e9:.5g} "
+        f"GFLOP to train on one row of {cfg.data.inputs_length} + "
+        f"{cfg.data.targets_length} tokens"
     )
 
 

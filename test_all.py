@@ -2004,8 +2004,9 @@ def test_the_loss_equals_that_of_t5x():
 
 
 def test_flops_are_those_of_all_matmuls():
-    assert round(model.train_flops(ModelConfig(), 512, 114) / 1e9, 2) == 106.25
-    cfg = change(data=dict(inputs_length=10), model=dict(relative_buckets=20))
+    assert round(model.train_flops(configs.RECIPES["small_c4"]) / 1e9, 2) == 106.25
+    lengths = dict(inputs_length=10, targets_length=9)
+    cfg = change(data=lengths, model=dict(relative_buckets=20))
     trace = jax.make_jaxpr(model.forward, static_argnums=2)
     program = trace(make_params(cfg), make_batch(cfg, [(10, 9)]), cfg.model).jaxpr
     total = 0
@@ -2015,7 +2016,7 @@ def test_flops_are_those_of_all_matmuls():
             size = math.prod(e.invars[0].aval.shape[i] for i in contracted)
             if size not in (1, 20):  # The relative biases do not count.
                 total += 2 * times * math.prod(e.outvars[0].aval.shape) * size
-    assert 3 * total == model.train_flops(cfg.model, 10, 9)
+    assert 3 * total == model.train_flops(cfg)
 
 
 def test_the_command_lists_all_parameters():
@@ -2951,8 +2952,7 @@ def test_the_speed_counts_the_rows_since_the_last_line(tmp_path, quiet, monkeypa
     train_small(tmp_path, log_every=2, eval_every=0, save_every=0)
     assert values_of(tmp_path, "timing/rows_per_second") == {2: 3.2, 4: 3.2, 6: 3.2}
     assert values_of(tmp_path, "timing/data_wait_fraction") == {2: 0.4, 4: 0.4, 6: 0.4}
-    cfg = small_run()
-    flops = model.train_flops(cfg.model, cfg.data.inputs_length, cfg.data.targets_length)
+    flops = model.train_flops(small_run())
     found = values_of(tmp_path, "timing/teraflops")
     assert found == pytest.approx({step: 3.2e-12 * flops for step in (2, 4, 6)})
 

@@ -324,8 +324,7 @@ class Timer:
     """Measure the speed of training, without that of evaluations and checkpoints."""
 
     def __init__(self, cfg: Config, step: int):
-        lengths = cfg.data.inputs_length, cfg.data.targets_length
-        self.flops = model.train_flops(cfg.model, *lengths)  # of a row
+        self.flops = model.train_flops(cfg)  # of a row
         self.rows = cfg.train.batch_size
         self.restart(step)
 

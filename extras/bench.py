@@ -39,8 +39,7 @@ def mean_seconds(run: Callable, wait: Callable, steps: int) -> float:
 
 
 def report(name: str, cfg: configs.Config, step: float, decode: float, tokens: int):
-    lengths = cfg.data.inputs_length, cfg.data.targets_length
-    flops = cfg.train.batch_size * model.train_flops(cfg.model, *lengths)
+    flops = cfg.train.batch_size * model.train_flops(cfg)
     kind = jax.devices()[0].device_kind
     peaks = [chip.teraflops for known, chip in CHIPS.items() if known in kind]
     peak = peaks[0] * 1e12 * jax.device_count() if peaks else float("nan")

@@ -232,8 +232,7 @@ def main():
     else:
         temporary = memory.temp_size_in_bytes / 1e9
         report("temporary arrays", temporary, "GB on a CPU, which computes in float32")
-        lengths = cfg.data.inputs_length, cfg.data.targets_length
-        flops = model.train_flops(cfg.model, *lengths) * cfg.train.batch_size / mesh.size
+        flops = model.train_flops(cfg) * cfg.train.batch_size / mesh.size
         arithmetic = {kind: flops / chip.teraflops / 1e12 for kind, chip in CHIPS.items()}
 
     sent = exposed = 0
