@@ -17,6 +17,7 @@ import shutil
 import sys
 import zlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -281,29 +282,22 @@ def load_arrays(folder: Path, abstract: Any) -> Any:
     stored, _ = read_headers(folder)
     wanted = flatten(abstract)
     check_same([header["crc32"] for headers in stored.values() for header in headers])
-    unexpected = [x for x in stored if x.startswith("params/") and x not in wanted]
-    if unexpected:
-        raise UserError(
-            f"{folder} has arrays that this run lacks, such as {unexpected[0]}: use the "
-            f"settings of the run that wrote the checkpoint."
-        )
-
-    def load(path, like):
-        name = keystr(path, simple=True, separator="/")
-        headers = stored.get(name)
-        saved = headers and [headers[0]["dtype"], *headers[0]["shape"]]
-        needed = [like.dtype.name, *like.shape]
-        if saved != needed:
+    found = {name: [h[0]["dtype"], *h[0]["shape"]] for name, h in stored.items()}
+    needed = {name: [like.dtype.name, *like.shape] for name, like in wanted.items()}
+    # A checkpoint may have a state of the optimizer that is not needed, but no weights.
+    for name in [*needed, *(x for x in found if x.startswith("params/"))]:
+        if found.get(name) != needed.get(name):
             raise UserError(
-                f"{folder} has {saved} for the array {name}, but this run needs "
-                f"{needed}: use the settings of the run that wrote the checkpoint."
+                f"{folder} has {found.get(name)} for the array {name}, but this run "
+                f"needs {needed.get(name)}: use the settings of the run that wrote it."
             )
-        loaded = {}
-        return jax.make_array_from_callback(
-            like.shape, like.sharding, lambda index: read_slice(headers, index, loaded)
-        )
 
-    return jax.tree.map_with_path(load, abstract)
+    def load(name, like):
+        read = partial(read_slice, stored[name], loaded={})
+        return jax.make_array_from_callback(like.shape, like.sharding, read)
+
+    arrays = [load(name, like) for name, like in wanted.items()]
+    return jax.tree.unflatten(jax.tree.structure(abstract), arrays)
 
 
 # ---- the checkpoints of a run ----------------------------------------------------------
