@@ -16,10 +16,9 @@ Comments and einsums use these letters for the shapes:
     A H * C      V vocabulary        L layers            R buckets of relative positions
 
 At first, read dense(x, w) as x @ w, lookup(table, index) as table[:, index],
-repeat_rows(bias, rows) as bias, constrain(x, ...) as x, resolve_auto(arch) as arch,
-fastest_attention(arch) as dot_product_attention, and apply_layers(layer, x, ...) as `for w in
-layers: x = layer(w, x, rng)`, and ignore @on_each_device. The section on devices and memory
-holds these functions.
+repeat_rows(bias, rows) as bias, constrain(x, ...) as x, resolve_auto(arch) as arch, and
+apply_layers(layer, x, ...) as `for w in layers: x = layer(w, x, rng)`, and ignore
+@on_each_device. The section on devices and memory holds these functions.
 
     >>> from configs import RECIPES
     >>> count_params(param_table(RECIPES["small_c4"].model))
@@ -257,7 +256,11 @@ def make_attend(
         bias = None
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
-        return fastest_attention(arch)(q, k, v, mask, bias)
+        if resolve_auto(arch).attention_impl == "kernel":
+            from extras import attention_kernel  # the same result, in less time
+
+            return attention_kernel.attend(q, k, v, mask, bias)
+        return dot_product_attention(q, k, v, mask, bias)
 
     return lambda q, k, v: attend(q, k, v, mask, relative_bias)
 
@@ -531,15 +534,6 @@ def lookup(table: Array, index: np.ndarray) -> Array:
 def repeat_rows(bias: Array, rows: int) -> Array:
     """Repeat a bias [H, Q, K] for all rows. The gradient of a product is fast on CPUs."""
     return jnp.einsum("b,hqk->bhqk", jnp.ones(rows), bias)
-
-
-def fastest_attention(arch: ModelConfig) -> Callable:
-    """Return dot_product_attention, or a kernel of extras/ that computes the same."""
-    if resolve_auto(arch).attention_impl != "kernel":
-        return dot_product_attention
-    from extras import attention_kernel
-
-    return attention_kernel.attend  # on a GPU, with a bias in bfloat16
 
 
 def on_each_device(attend: Callable) -> Callable:
