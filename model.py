@@ -435,9 +435,8 @@ def cross_entropy(
         # The smoothed target has the probability `on` at the target, and `off` elsewhere.
         on, off = 1 - label_smoothing, label_smoothing / (V - 1)
         entropy = -(on * math.log(on) + (V - 1) * off * math.log(off))
-        loss = (
-            log_z - (on - off) * target_logit - off * jnp.sum(logits, axis=-1) - entropy
-        )
+        all_logits = jnp.sum(logits, axis=-1)
+        loss = log_z - (on - off) * target_logit - off * all_logits - entropy
     # An argmax would be another pass over the logits.
     is_largest = target_logit == jnp.max(logits, axis=-1)
     # If all logits are equal, each is the largest, but nothing is predicted.
