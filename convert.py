@@ -270,12 +270,8 @@ def read_mesh_tensorflow(prefix: Path) -> dict:
     from extras import mesh_tensorflow
 
     params, slots, step = mesh_tensorflow.read(prefix)
-    t5x_name_of = t5x_names(params)
-    params, slots = (
-        {t5x_name_of.get(name, name): value for name, value in by_name.items()}
-        for by_name in (params, slots)
-    )
-    return {"target": params, "state": {"step": step, "param_states": slots}}
+    state = {"step": step, "param_states": with_t5x_names(slots)}
+    return {"target": with_t5x_names(params), "state": state}
 
 
 # What the weights do not show, and where a Gin file of T5X or Mesh TensorFlow states it.
@@ -311,8 +307,8 @@ def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
 # ---- reading Hugging Face --------------------------------------------------------------
 
 
-def t5x_names(arrays: dict) -> dict[str, str]:
-    """Return {name in Hugging Face: name in T5X} for a model with these arrays."""
+def with_t5x_names(arrays: dict) -> dict:
+    """Replace the names of Hugging Face by those of T5X. Unknown names stay."""
     depth = len(arrays)  # more layers than there are: the other names are not used
     bias = foreign_names("encoder/layers/attention/relative_bias", 1)[1]
     arch = ModelConfig(
@@ -321,7 +317,8 @@ def t5x_names(arrays: dict) -> dict[str, str]:
         activation="gated_gelu" if any(".wi_0." in name for name in arrays) else "relu",
         per_layer_bias=bias in arrays,
     )
-    return {hf: t5x for _, _, t5x, hf in all_foreign_names(arch)}
+    t5x_names = {hf: t5x for _, _, t5x, hf in all_foreign_names(arch)}
+    return {t5x_names.get(name, name): value for name, value in arrays.items()}
 
 
 def read_hf_file(file: Path) -> dict[str, np.ndarray]:
@@ -474,11 +471,9 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
         raise UserError(f"{folder}: plain T5 has no feed_forward_proj {activation}.")
 
     arrays = one_embedding(read_hf_weights(folder), config, folder)
-    t5x_name_of = t5x_names(arrays)
-    arrays = {
-        t5x_name_of.get(name, name): array.T if name != "shared.weight" else array
-        for name, array in arrays.items()
-    }
+    for name in arrays.keys() - {"shared.weight"}:
+        arrays[name] = arrays[name].T
+    arrays = with_t5x_names(arrays)
     arch = replace(
         model_config(arrays, folder),
         activation=HF_ACTIVATIONS[activation],
