@@ -396,55 +396,51 @@ def hf_config(arch: ModelConfig) -> dict[str, Any]:
     }
 
 
-def one_embedding(arrays: dict, config: dict, folder: Path) -> dict[str, np.ndarray]:
-    """Leave one copy of the embedding, and an output layer only if the model is untied.
-
-        lm_head.weight               logits times d_model^-0.5    result
-        missing, or the embedding    yes                          tied
-        missing, or the embedding    no                           untied
-        anything else                yes                          untied, and multiplied
-        anything else                no                           untied
-
-    In transformers 4, tie_word_embeddings means that the model is tied. In version 5,
-    which counts here, it is the scale alone (mT5 never scales), unless
-    scale_decoder_outputs says otherwise.
-    """
+def keep_one_embedding(arrays: dict, folder: Path) -> None:
+    """Remove the copies of the embedding."""
     copies = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
-    # T5 1.0 was published with a table that its cross-attention does not use.
-    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
-    kept = {name: a for name, a in arrays.items() if name not in (*copies, unused)}
-    embed = kept.setdefault("shared.weight", arrays.get(copies[0]))
+    embed = arrays.get("shared.weight", arrays.get(copies[0]))
     for name in copies:
-        if embed is None or not np.array_equal(arrays.get(name, embed), embed):
+        if embed is None or not np.array_equal(arrays.pop(name, embed), embed):
             raise UserError(
                 f"{folder} has no shared.weight, or an {name} that differs from it. It "
                 f"has {', '.join(sorted(arrays)):.200}."
             )
-    has_head = "lm_head.weight" in kept
-    head = kept.pop("lm_head.weight", embed)
-    if not has_head and not any(name.startswith("decoder.block.") for name in kept):
-        return kept
+    arrays["shared.weight"] = embed
+
+
+def set_output_layer(arrays: dict, config: dict, folder: Path) -> None:
+    """Remove lm_head.weight from a tied model, or set that of an untied model.
+
+    Plain T5 and T5X multiply the logits of a tied model by d_model^-0.5, and no others.
+    If transformers multiplies those of an untied model, lm_head.weight gets the factor.
+    In transformers 4, tie_word_embeddings means that the model is tied. In version 5,
+    which counts here, it is the scale alone (mT5 never scales), unless
+    scale_decoder_outputs says otherwise.
+    """
+    embed, has_head = arrays["shared.weight"], "lm_head.weight" in arrays
+    head = arrays.pop("lm_head.weight", embed)
+    is_equal = np.array_equal(head, embed)
     is_mt5 = config.get("model_type") == "mt5"
     tied = config.get("tie_word_embeddings", True)
     scaled = config.get("scale_decoder_outputs", tied) and not is_mt5
-    stated = {"tie_word_embeddings", "scale_decoder_outputs"} & config.keys()
     if not has_head and not tied and "scale_decoder_outputs" not in config:
         raise UserError(f"{folder} has no lm_head.weight, although it is not tied.")
-    is_equal = np.array_equal(head, embed)
+    stated = {"tie_word_embeddings", "scale_decoder_outputs"} & config.keys()
     if not is_equal and not stated and not is_mt5:
         raise UserError(
             f"{folder} has an lm_head.weight, but config.json does not state whether the "
             f'logits are scaled: for T5 1.1, add "tie_word_embeddings": false.'
         )
-    tied_in_v4 = config.get("tie_word_embeddings", not is_mt5)  # in version 4
+    tied_in_v4 = config.get("tie_word_embeddings", not is_mt5)
     if scaled != tied_in_v4 or tied_in_v4 and not is_equal:
         print(
             "Versions 4 and 5 of transformers read tie_word_embeddings of config.json in "
             "two ways. This model gets the logits of version 5."
         )
     if not (is_equal and scaled):
-        kept["lm_head.weight"] = head * np.float32(head.shape[1] ** -0.5 if scaled else 1)
-    return kept
+        factor = head.shape[1] ** -0.5 if scaled else 1
+        arrays["lm_head.weight"] = head * np.float32(factor)
 
 
 def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
@@ -470,7 +466,13 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     if activation not in HF_ACTIVATIONS:
         raise UserError(f"{folder}: plain T5 has no feed_forward_proj {activation}.")
 
-    arrays = one_embedding(read_hf_weights(folder), config, folder)
+    arrays = read_hf_weights(folder)
+    keep_one_embedding(arrays, folder)
+    # T5 1.0 was published with a table that its cross-attention does not use.
+    unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    arrays.pop(unused, None)
+    if any(name.startswith("decoder.block.") for name in arrays):
+        set_output_layer(arrays, config, folder)
     for name in arrays.keys() - {"shared.weight"}:
         arrays[name] = arrays[name].T
     arrays = with_t5x_names(arrays)
