@@ -139,10 +139,8 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
 
     def shape(path):
         name, hf = foreign_names(path, 0, gated)
-        if name not in arrays or arrays[name].ndim != 2:
-            raise UserError(
-                f"{source} is not a complete T5 model: it lacks {name} ({hf})."
-            )
+        if name not in arrays:
+            raise UserError(f"{source} is no complete T5: it lacks {name} ({hf}).")
         return arrays[name].shape
 
     def depth(stack):
