@@ -204,20 +204,16 @@ def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.n
     shapes = partition.flatten(jax.eval_shape(init))
     plain = {name: np.zeros(a.shape, a.dtype) for name, a in shapes.items()}
     plain["opt_state/0/count"] = np.int32(step)
-    mismatched = [name for name, a in slots.items() if name.endswith("/m") and a.size > 1]
     for path, layer, name, _ in all_foreign_names(arch):
-        for slot in ("v", "v_row", "v_col"):
+        for slot in ("m", "v", "v_row", "v_col"):  # m: of a momentum
             array = slots.get(f"{name}/{slot}", np.zeros(1))
-            part = plain[f"opt_state/0/{slot}/{path}"]
+            part = plain.get(f"opt_state/0/{slot}/{path}", np.zeros(1))
             if part.shape != (1,):
                 part = part[layer]
-            if array.shape == part.shape:
-                part[...] = array
-            else:
-                mismatched.append(f"{name}/{slot}")
-    if mismatched:
-        print(f"The state of another optimizer, such as {mismatched[0]}, is left out.")
-        return {}
+            if array.shape != part.shape:
+                print(f"The state of another optimizer ({name}/{slot}) is left out.")
+                return {}
+            part[...] = array
     return plain
 
 
