@@ -591,7 +591,7 @@ def parse(argv: list[str] | None = None) -> Options:
     flags = configs.location_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
     resumes = bool(partition.Checkpoints(run_dir).steps())
-    has_settings = resumes or (configs.to_path(run_dir) / "config.json").exists()
+    has_settings = (configs.to_path(run_dir) / "config.json").exists()
     stored, remembered = None, ""
     # A run that was killed before its first checkpoint has settings, too.
     if resumes or (has_settings and flags.run_dir and not flags.config):
@@ -599,19 +599,18 @@ def parse(argv: list[str] | None = None) -> Options:
         remembered = metadata["init_from"]
     elif has_settings:
         configs.load_run(run_dir)  # refuses a folder of Hugging Face, for example
-    init_from = flags.init_from or remembered
-    if resumes and configs.to_path(init_from) != configs.to_path(remembered):
-        raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
     cfg = stored
     if flags.config or not stored:
         cfg = configs.load_recipe(flags.config or "tiny")
-    if init_from:
+    if init_from := flags.init_from or remembered:
         # The run that a resumed one started from may be gone.
         origin = stored if resumes else configs.load_run(init_from)[0]
         cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.parse_flags(options, argv)
     if resumes:
+        if configs.to_path(init_from) != configs.to_path(remembered):
+            raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
         configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
     elif init_from:
         wanted = configs.with_network_of(options.cfg, origin)
