@@ -175,13 +175,12 @@ def abstract_state(cfg: Config) -> TrainState:
 def accumulate_gradients(
     params: dict, batch: data.Batch, cfg: Config, rng: Array | None
 ) -> tuple[dict, dict]:
-    """Compute the gradients of the loss, divided by the number of target tokens.
+    """Compute the gradients of the mean loss of the target tokens.
 
-    To save memory, a batch can be split into microbatches, whose gradients are added up.
+    To save memory, a batch can be split into microbatches, whose gradients are added up:
+    each loss is a sum, divided by the number of target tokens of the complete batch.
     Returns the gradients, and the sums of model.loss_fn.
     """
-    # Divide by the number of target tokens in the complete batch, so that the gradients
-    # of the microbatches add up to the gradient of the mean.
     tokens = jnp.sum(batch.target_segments > 0)
     divisor = cfg.train.loss_normalizing_factor or jnp.maximum(tokens, 1.0)
 
@@ -392,8 +391,7 @@ class Log:
         self.run_dir = run_dir
         self.path = run_dir / "metrics.jsonl"
         self.purge_step = step + 1
-        lines = evaluate.read_log(self.path)
-        self.lines = [line for line in lines if line["step"] <= step]
+        self.lines = [x for x in evaluate.read_log(self.path) if x["step"] <= step]
         self.writers = {}
         self.sync()
 
