@@ -196,12 +196,9 @@ def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.n
     matrix v_row and v_col, of which v_row belongs to the shorter axis. An array that is
     not needed is a single zero. The result is {} if T5X used another optimizer.
     """
-
-    def init():
-        params = model.init_params(arch, jax.random.key(0))
-        return {"opt_state": [optax.scale_by_factored_rms().init(params)]}
-
-    shapes = partition.flatten(jax.eval_shape(init))
+    params = jax.eval_shape(lambda: model.init_params(arch, jax.random.key(0)))
+    state = jax.eval_shape(optax.scale_by_factored_rms().init, params)
+    shapes = partition.flatten({"opt_state": [state]})
     plain = {name: np.zeros(a.shape, a.dtype) for name, a in shapes.items()}
     plain["opt_state/0/count"] = np.int32(step)
     for path, layer, name, _ in all_foreign_names(arch):
