@@ -443,14 +443,9 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
                 f"is of sentence-transformers or LoRA. Convert a copy without it."
             )
     config = read_json(folder / "config.json")
-    generation = read_json(folder / "generation_config.json")
     family = config.get("model_type", "t5")
     if family not in ("t5", "mt5", "umt5"):
         raise UserError(f"{folder} has model_type {family}, and is not a T5.")
-    for field, expected in SPECIAL_IDS.items():
-        value = (config | generation).get(field, expected)
-        if value not in (expected, [expected]):
-            raise UserError(f"{folder} has {field} {value}, but plain T5 has {expected}.")
     # The defaults of the classes T5Config, and MT5Config and UMT5Config.
     default = "relu" if family == "t5" else "gated-gelu"
     activation = config.setdefault("feed_forward_proj", default)
@@ -473,15 +468,16 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
         dropout=config.get("dropout_rate", 0.1),
         relative_max_distance=config.get("relative_attention_max_distance", 128),
     )
-    expected = hf_config(arch) | {"feed_forward_proj": activation}
     config.setdefault("num_decoder_layers", config.get("num_layers"))
     if not arch.num_decoder_layers:  # T5EncoderModel keeps the number of the whole model.
         del config["num_decoder_layers"]
+    config |= read_json(folder / "generation_config.json")
+    expected = hf_config(arch) | SPECIAL_IDS | {"feed_forward_proj": activation}
     for field, value in expected.items():
-        if config.get(field, value) != value:
+        found = config.get(field, value)
+        if found not in (value, [value]):  # The id of EOS may be a list.
             raise UserError(
-                f"{folder}: config.json has {field} {config[field]}, but the weights or "
-                f"plain T5 have {value}."
+                f"{folder} has {field} {found}, but the weights or plain T5 have {value}."
             )
     return arrays, arch
 
