@@ -392,7 +392,8 @@ def keep_one_embedding(arrays: dict, folder: Path) -> None:
     copies = "encoder.embed_tokens.weight", "decoder.embed_tokens.weight"
     embed = arrays.get("shared.weight", arrays.get(copies[0]))
     for name in copies:
-        if embed is None or not np.array_equal(arrays.pop(name, embed), embed):
+        copy = arrays.pop(name, embed)
+        if embed is None or not np.array_equal(copy, embed, equal_nan=True):
             raise UserError(
                 f"{folder} has no shared.weight, or an {name} that differs from it. It "
                 f"has {', '.join(sorted(arrays)):.200}."
@@ -411,7 +412,7 @@ def set_output_layer(arrays: dict, config: dict, folder: Path) -> None:
     """
     embed, has_head = arrays["shared.weight"], "lm_head.weight" in arrays
     head = arrays.pop("lm_head.weight", embed)
-    is_equal = np.array_equal(head, embed)
+    is_equal = np.array_equal(head, embed, equal_nan=True)
     is_mt5 = config.get("model_type") == "mt5"
     tied = config.get("tie_word_embeddings", True)
     scaled = config.get("scale_decoder_outputs", tied) and not is_mt5
