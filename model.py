@@ -257,7 +257,8 @@ def make_attend(
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
         if resolve_auto(arch).attention_impl == "kernel":
-            from extras import attention_kernel  # the same result, in less time
+            # faster, and the same result; on a GPU with a bias in bfloat16
+            from extras import attention_kernel
 
             return attention_kernel.attend(q, k, v, mask, bias)
         return dot_product_attention(q, k, v, mask, bias)
@@ -472,7 +473,8 @@ def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
     """Return the training loss of a batch, and a dict of sums over its target tokens.
 
     The loss is the cross entropy plus the z-loss in nats, summed over all target tokens.
-    To get a mean, train.accumulate_gradients divides it by the number of tokens.
+    To get a mean, train.accumulate_gradients divides it by the number of tokens. The sums
+    are divided, too, and logged: a new one appears in metrics.jsonl by its name.
     """
     x = encode_and_decode(params, batch, cfg.model, rng)
     loss_weights = (batch.target_segments > 0).astype(jnp.float32)  # leaves out padding
@@ -627,7 +629,7 @@ def list_params(cfg: Config) -> str:
     """Return a line for each parameter, as in the file model-info.txt of T5X."""
     lines = []
     for name, p in sorted(partition.flatten(param_table(cfg.model)).items()):
-        shape, axes = " x ".join(map(str, p.shape)), " ".join(p.axes)
+        shape, axes = " x ".join(map(str, p.shape)), " ".join(map(str, p.axes))
         lines.append(f"{name:44} {shape:20} {axes:22} {p.init:>16} {p.scale:.4g}\n")
     return "".join(lines) + describe_model(cfg) + "\n"
 
