@@ -938,15 +938,14 @@ def test_config_json_holds_every_setting_that_is_not_of_the_machine(name, tmp_pa
     assert metadata == {"vocabulary": "abc", "init_from": ""}
 
 
-@pytest.mark.parametrize("kind", ["unknown", "missing"])
-def test_a_run_of_another_version_is_refused_by_the_name_of_the_field(kind, tmp_path):
-    configs.save_run(SMALL, tmp_path)
+def test_a_setting_that_a_run_lacks_has_its_default_and_another_is_refused(tmp_path):
+    configs.save_run(change(train=dict(seed=7)), tmp_path)
     path = tmp_path / "config.json"
-    stored = json.loads(path.read_text())
-    section = stored["settings"]["train"]
-    section.update(ema=0.9) if kind == "unknown" else section.pop("seed")
-    path.write_text(json.dumps(stored))
-    with pytest.raises(UserError, match="ema" if kind == "unknown" else "seed"):
+    text = path.read_text()
+    path.write_text(re.sub(r',\s+"seed": 7', "", text))
+    assert configs.load_run(tmp_path)[0] == SMALL
+    path.write_text(text.replace('"seed": 7', '"ema": 7'))
+    with pytest.raises(UserError, match="ema"):
         configs.load_run(tmp_path)
 
 
@@ -1799,12 +1798,8 @@ def test_arrays_of_another_model_are_refused(tmp_path):
     checkpoints = partition.Checkpoints(tmp_path)
     checkpoints.save(arrays, 1)
     sharding = template["a"].sharding
-    for name, shape, dtype in (
-        ("a", (4,), "float32"),
-        ("a", (8,), "int32"),
-        ("b", (8,), "float32"),
-    ):
-        like = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
+    for name, size, dtype in ("a", 4, "float32"), ("a", 8, "int32"), ("b", 8, "float32"):
+        like = jax.ShapeDtypeStruct((size,), dtype, sharding=sharding)
         with pytest.raises(UserError, match=f"the array {name}"):
             load_checkpoint(checkpoints, {name: like})
 
@@ -2005,9 +2000,7 @@ def test_the_loss_equals_that_of_t5x():
 
 
 def test_flops_are_those_of_all_matmuls():
-    assert round(model.train_flops(configs.RECIPES["small_c4"]) / 1e9, 2) == 106.25
-    lengths = dict(inputs_length=10, targets_length=9)
-    cfg = change(data=lengths, model=dict(relative_buckets=20))
+    cfg = change(data=dict(inputs_length=10), model=dict(relative_buckets=20))
     trace = jax.make_jaxpr(model.forward, static_argnums=2)
     program = trace(make_params(cfg), make_batch(cfg, [(10, 9)]), cfg.model).jaxpr
     total = 0
@@ -2953,9 +2946,8 @@ def test_the_speed_counts_the_rows_since_the_last_line(tmp_path, quiet, monkeypa
     train_small(tmp_path, log_every=2, eval_every=0, save_every=0)
     assert values_of(tmp_path, "timing/rows_per_second") == {2: 3.2, 4: 3.2, 6: 3.2}
     assert values_of(tmp_path, "timing/data_wait_fraction") == {2: 0.4, 4: 0.4, 6: 0.4}
-    flops = model.train_flops(small_run())
-    found = values_of(tmp_path, "timing/teraflops")
-    assert found == pytest.approx({step: 3.2e-12 * flops for step in (2, 4, 6)})
+    speed = pytest.approx(3.2e-12 * model.train_flops(small_run()))
+    assert values_of(tmp_path, "timing/teraflops") == {2: speed, 4: speed, 6: speed}
 
 
 def test_a_run_can_be_in_a_bucket(tmp_path, quiet):
