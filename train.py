@@ -282,7 +282,7 @@ def train_loop(
     """
     train_cfg = cfg.train
     step, steps = int(state.step), train_cfg.steps
-    must_stop, timer = catch_signals(), Timer(cfg, step)
+    must_stop, timer = catch_signals(), Timer(cfg)
     # With disable=None, there is a progress bar only in a terminal.
     bar = tqdm(range(step + 1, steps + 1), initial=step, total=steps, disable=None)
     for step in bar:
@@ -297,7 +297,7 @@ def train_loop(
             metrics = jax.device_get(metrics)
             refuse_infinite(metrics, step)
         if log_now:
-            timing = timer.metrics(step)
+            timing = timer.metrics()
             log.write(step, "train", metrics)
             log.write(step, "timing", timing)
             tqdm.write(
@@ -314,7 +314,7 @@ def train_loop(
             break
         evaluated = evaluator.run_due(step, state.params)
         if log_now or save_now or evaluated:
-            timer.restart(step)
+            timer.restart()
     log.sync()
     return step
 
@@ -322,23 +322,23 @@ def train_loop(
 class Timer:
     """Measure the speed of training, without that of evaluations and checkpoints."""
 
-    def __init__(self, cfg: Config, step: int):
+    def __init__(self, cfg: Config):
         self.flops = model.train_flops(cfg)  # of a row
-        self.rows = cfg.train.batch_size
-        self.restart(step)
+        self.restart()
 
-    def restart(self, step: int) -> None:
-        self.start, self.step, self.data_wait = time.perf_counter(), step, 0.0
+    def restart(self) -> None:
+        self.start, self.rows, self.data_wait = time.perf_counter(), 0, 0.0
 
     def wait_for(self, batches: data.Batches) -> data.Batch:
         began = time.perf_counter()
         batch = next(batches)
         self.data_wait += time.perf_counter() - began
+        self.rows += len(batch.inputs)
         return batch
 
-    def metrics(self, step: int) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         seconds = time.perf_counter() - self.start
-        rows_per_second = (step - self.step) * self.rows / seconds
+        rows_per_second = self.rows / seconds
         return {
             "rows_per_second": rows_per_second,
             "teraflops": rows_per_second * self.flops / 1e12,
