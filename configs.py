@@ -248,8 +248,8 @@ def load_extras() -> None:
 def load_recipe(name: str) -> Config:
     """Return the Config of a recipe, or of a Python file that defines CONFIG."""
     global VOCABULARY
+    load_extras()
     if not name.endswith(".py"):
-        load_extras()
         if name not in RECIPES:
             raise UserError(f"There is no recipe {name}, but {', '.join(RECIPES)}.")
         return RECIPES[name]
@@ -302,6 +302,8 @@ def location_flags(argv: list[str] | None) -> argparse.Namespace:
 def parse(options_class: type, argv: list[str] | None = None):
     """Parse the flags of a command. Settings are those of --run_dir, or else --config."""
     flags = location_flags(argv)
+    if flags.run_dir and flags.config and not flags.config.endswith(".py"):
+        raise UserError("--run_dir has settings: --config adds the tasks of a .py file.")
     if flags.run_dir:
         cfg, _ = load_run_and_tasks(flags.run_dir, flags.config)
     else:
@@ -353,7 +355,9 @@ def refuse_differences(cfg: Config, other: Config, may_differ: list, owner: str)
         if value != old[name] and not {name, name.split(".")[0]} & set(may_differ)
     ]
     if different:
-        raise UserError(f"{owner} has {', '.join(different)}. Others need another run.")
+        raise UserError(
+            f"{owner} has {', '.join(different)}. Other values need another run."
+        )
 
 
 def with_network_of(cfg: Config, origin: Config) -> Config:

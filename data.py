@@ -159,6 +159,123 @@ def prefix_lm(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list[Examp
     return [(ids[:cut], ids[cut:]) for ids, cut in zip(chunks, cuts)]
 
 
+# ---- sources: KIND:NAME ----------------------------------------------------------------
+
+
+class File(NamedTuple):
+    """A file or another part of a source. read() returns an iterable of records."""
+
+    name: str
+    read: Callable
+    size: int = 0
+
+
+def read_lines(path: str) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, which may be compressed."""
+    if path.endswith(".zip"):  # fsspec would read the first of its files.
+        raise UserError(f"{path}: unpack it, or use .gz, .bz2, .xz or .zst.")
+    with fsspec.open(path, compression="infer") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}:{number} is not UTF-8 text ({error}).") from None
+
+
+def read_text(path):
+    return ({"text": line.rstrip("\r\n")} for line in read_lines(path) if line.strip())
+
+
+def read_jsonl(path):
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            if line.strip():
+                yield {**json.loads(line)}
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}:{number} is not a JSON object ({error}).") from None
+
+
+def read_table(delimiter, path):
+    """Yield the records of CSV as in RFC 4180, or of TSV, in which quotes are text."""
+    csv.field_size_limit(1 << 30)
+    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+    rows = csv.reader(read_lines(path), delimiter=delimiter, quoting=quoting, strict=True)
+    names = next(rows, [])
+    for row in filter(None, rows):
+        if len(row) != len(set(names)):
+            raise UserError(f"{path}:{rows.line_num} has {len(row)} values for {names}.")
+        yield dict(zip(names, row))
+
+
+def read_parquet(path):
+    import pyarrow.parquet
+
+    with fsspec.open(path) as file:
+        table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
+        for batch in table.iter_batches(128):
+            # select() raises an error if two columns have the same name.
+            yield from batch.select(batch.schema.names).to_pylist()
+
+
+@cache
+def read_python():
+    """Return the pages of Python's manual, and the docstrings of each of its modules."""
+    from pydoc_data.topics import topics
+
+    texts = list(topics.values())
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
+    for path in sorted(Path(ast.__file__).parent.glob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_bytes()))
+        docs = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
+        texts.append("\n\n".join(filter(None, docs)))
+    return [{"text": text} for text in texts if text]
+
+
+READERS = {
+    "text": read_text, "jsonl": read_jsonl, "csv": partial(read_table, ","),
+    "tsv": partial(read_table, "\t"), "parquet": read_parquet,
+}  # fmt: skip
+
+
+def find_files(pattern: str) -> list[tuple[str, int]]:
+    """Return (path, size) of all local or remote files that match a pattern, sorted."""
+    system, path = fsspec.core.url_to_fs(pattern)
+    files = sorted(system.glob(path, detail=True).items())
+    prefix = re.match("(.+?://)?", pattern)[0]  # such as gs://
+    return [(prefix + p, x["size"]) for p, x in files if x["type"] != "directory"]
+
+
+def source_files(source: str, split: str, cfg: Config) -> list[File]:
+    """Return the files of a source, such as text:books/{split}.txt or python:."""
+    kind, _, name = source.partition(":")
+    filled = name.replace("{split}", split)
+    if kind in ("hf", "tfds", "seqio", "random", "numbers"):
+        from extras import libraries
+
+        return getattr(libraries, f"open_{kind}")(name, split, cfg)
+    if kind == "python":
+        # Not in a thread, because Python 3.11 cannot parse files in two threads at once.
+        return [File(source, partial(iter, read_python()))]
+    if kind not in READERS:
+        kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
+        raise UserError(f"{source!r} is not a source KIND:NAME. The kinds are {kinds}.")
+    found = find_files(filled)
+    files = [File(path, partial(READERS[kind], path), size) for path, size in found]
+    if not files and (filled == name or split == "train"):
+        raise UserError(f"No file matches {filled}.")
+    return files
+
+
+def split_records(file: File, index: int, split: str) -> Iterator[dict]:
+    """Yield the records of a split: 5 % of the first 20,000 are for validation."""
+    for number, record in enumerate(file.read()):
+        if split == "validation" and number == 20_000:
+            return
+        held = number < 20_000 and zlib.crc32(f"{index}:{number}".encode()) % 20 == 0
+        if held == (split == "validation"):
+            yield record
+
+
 # ---- tokens ----------------------------------------------------------------------------
 
 
@@ -335,20 +452,65 @@ class Task(NamedTuple):
     eos_in_inputs: bool = True  # False in T0, as `trim_and_add_eos` says
 
 
-def cut_documents(documents: list, task: Task, data_cfg: DataConfig) -> list:
-    """Cut the ids of texts into chunks. A pair of texts is a chunk already."""
+def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
+    """Yield (documents, (file, number), size) of each record after `start`."""
+    renamed = [pair.split("=") for pair in cfg.data.fields.split(",") if pair]
+    for f, file in enumerate(files[start[0] :], start[0]):
+        number, record = 1, {}
+        try:
+            for record in file.read():
+                if (f, number) > start:
+                    fields = {new: record[old] for new, old in renamed if old in record}
+                    documents = task.preprocess(record | fields)
+                    texts = texts_of(documents, task)
+                    # A lone surrogate, which JSON can hold, raises an error here.
+                    "".join(x for x in texts if isinstance(x, str)).encode()
+                    size = 300 + sum(map(len, texts))  # 300 for the objects of Python
+                    yield documents, (f, number), size
+                number += 1
+        except Exception as error:
+            where = f"{file.name}, record {number} with the fields {[*record]}"
+            raise UserError(f"{where}: {error!r}") from error
+
+
+def texts_of(documents: list[dict], task: Task) -> list:
+    names = ("text",) if task.objective else ("inputs", "targets")
+    return [document[name] for document in documents for name in names]
+
+
+def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
+    """Return the ids of each text or pair. Lists of ids lose their padding and EOS."""
+    values = texts_of(documents, task)
+    encoded = iter(tokenizer.encode([text for text in values if isinstance(text, str)]))
+    result = []
+    for value in values:
+        if isinstance(value, str):
+            result.append(next(encoded))
+            continue
+        ids = np.trim_zeros(value, "b")
+        if len(ids):
+            is_integer = np.asarray(ids).dtype.kind in "iu"  # not bytes or 5.0, say
+            if not is_integer or not 0 <= min(ids) <= max(ids) < tokenizer.size:
+                raise UserError(f"{task.source} has ids outside the vocabulary: {ids}.")
+            ids = ids[:-1] if ids[-1] == EOS else ids
+        result.append(np.asarray(ids, np.int32))
+    return result if task.objective else [*zip(result[::2], result[1::2])]
+
+
+def cut_into_chunks(tokenized: list, task: Task, data_cfg: DataConfig) -> list:
+    """Cut the ids of texts into chunks. A pair is a chunk already."""
     if not task.objective:
-        return documents
-    if task.objective.joins and documents:
-        documents = [np.concatenate(documents)]
+        return tokenized
+    if task.objective.joins and tokenized:
+        tokenized = [np.concatenate(tokenized)]
     length = task.objective.length(data_cfg)
-    cut = [ids[i : i + length] for ids in documents for i in range(0, len(ids), length)]
+    cut = [ids[i : i + length] for ids in tokenized for i in range(0, len(ids), length)]
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
 
 
 def make_examples(chunks: list, task: Task, tokenizer, cfg, *seeds) -> list[Example]:
     """Return the example (inputs, targets) of each chunk, with EOS."""
-    pairs = chunks
+    pairs = chunks  # without an objective, each chunk is a pair
     if task.objective:
         pairs = task.objective.function(chunks, tokenizer, cfg.data, *seeds)
     with_eos = partial(trim_and_add_eos, task=task, data_cfg=cfg.data)
@@ -455,7 +617,8 @@ def read_windows(task, files, tokenizer, cfg, size: int, cursor=Cursor()) -> Ite
                 if missing <= 0:
                     cursor = Cursor(epoch, *end)
                     break
-            yield cut_documents(tokenize(window, task, tokenizer), task, cfg.data), cursor
+            tokenized = tokenize(window, task, tokenizer)
+            yield cut_into_chunks(tokenized, task, cfg.data), cursor
 
 
 def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iterator:
@@ -494,7 +657,9 @@ def print_statistics(packed: Batch, sizes: np.ndarray, limits: tuple[int, int]) 
     cut = (sizes >= limits).any(axis=1).mean()
     inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
     unknown = (packed.inputs == UNK).sum() / sizes[:, 0].sum()
-    print(f"data     {cut:.1%} of the examples fill a row (to pretrain, all) or were cut")
+    print(
+        f"data     {cut:.1%} of the examples fill a row (in pretraining, all) or are cut"
+    )
     print(f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full")
     print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
 
@@ -604,168 +769,6 @@ def batches_of_split(
 def encode_pairs(pairs: list[dict], task: Task, tokenizer, cfg) -> list[Example]:
     task = task._replace(objective=None)  # The texts are pairs already.
     return make_examples(tokenize(pairs, task, tokenizer), task, tokenizer, cfg)
-
-
-# ---- sources: KIND:NAME ----------------------------------------------------------------
-
-
-class File(NamedTuple):
-    """A file or another part of a source. read() returns an iterable of records."""
-
-    name: str
-    read: Callable
-    size: int = 0
-
-
-def read_lines(path: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, which may be compressed."""
-    if path.endswith(".zip"):  # fsspec would read the first of its files.
-        raise UserError(f"{path}: unpack it, or use .gz, .bz2, .xz or .zst.")
-    with fsspec.open(path, compression="infer") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}:{number} is not UTF-8 text ({error}).") from None
-
-
-def read_text(path):
-    return ({"text": line.rstrip("\r\n")} for line in read_lines(path) if line.strip())
-
-
-def read_jsonl(path):
-    for number, line in enumerate(read_lines(path), 1):
-        try:
-            if line.strip():
-                yield {**json.loads(line)}
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path}:{number} is not a JSON object ({error}).") from None
-
-
-def read_table(delimiter, path):
-    """Yield the records of CSV as in RFC 4180, or of TSV, in which quotes are text."""
-    csv.field_size_limit(1 << 30)
-    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
-    rows = csv.reader(read_lines(path), delimiter=delimiter, quoting=quoting, strict=True)
-    names = next(rows, [])
-    for row in filter(None, rows):
-        if len(row) != len(set(names)):
-            raise UserError(f"{path}:{rows.line_num} has {len(row)} values for {names}.")
-        yield dict(zip(names, row))
-
-
-def read_parquet(path):
-    import pyarrow.parquet
-
-    with fsspec.open(path) as file:
-        table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
-        for batch in table.iter_batches(128):
-            # select() raises an error if two columns have the same name.
-            yield from batch.select(batch.schema.names).to_pylist()
-
-
-@cache
-def read_python():
-    """Return the pages of Python's manual, and the docstrings of each of its modules."""
-    from pydoc_data.topics import topics
-
-    texts = list(topics.values())
-    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
-    for path in sorted(Path(ast.__file__).parent.glob("*.py")):
-        nodes = ast.walk(ast.parse(path.read_bytes()))
-        docs = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
-        texts.append("\n\n".join(filter(None, docs)))
-    return [{"text": text} for text in texts if text]
-
-
-READERS = {
-    "text": read_text, "jsonl": read_jsonl, "csv": partial(read_table, ","),
-    "tsv": partial(read_table, "\t"), "parquet": read_parquet,
-}  # fmt: skip
-
-
-def find_files(pattern: str) -> list[tuple[str, int]]:
-    """Return (path, size) of all local or remote files that match a pattern, sorted."""
-    system, path = fsspec.core.url_to_fs(pattern)
-    files = sorted(system.glob(path, detail=True).items())
-    prefix = re.match("(.+?://)?", pattern)[0]  # such as gs://
-    return [(prefix + p, x["size"]) for p, x in files if x["type"] != "directory"]
-
-
-def source_files(source: str, split: str, cfg: Config) -> list[File]:
-    """Return the files of a source, such as text:books/{split}.txt or python:."""
-    kind, _, name = source.partition(":")
-    filled = name.replace("{split}", split)
-    if kind in ("hf", "tfds", "seqio", "random", "numbers"):
-        from extras import libraries
-
-        return getattr(libraries, f"open_{kind}")(name, split, cfg)
-    if kind == "python":
-        # Not in a thread, because Python 3.11 cannot parse files in two threads at once.
-        return [File(source, partial(iter, read_python()))]
-    if kind not in READERS:
-        kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
-        raise UserError(f"{source!r} is not a source KIND:NAME. The kinds are {kinds}.")
-    found = find_files(filled)
-    files = [File(path, partial(READERS[kind], path), size) for path, size in found]
-    if not files and (filled == name or split == "train"):
-        raise UserError(f"No file matches {filled}.")
-    return files
-
-
-def split_records(file: File, index: int, split: str) -> Iterator[dict]:
-    """Yield the records of a split: 5 % of the first 20,000 are for validation."""
-    for number, record in enumerate(file.read()):
-        if split == "validation" and number == 20_000:
-            return
-        held = number < 20_000 and zlib.crc32(f"{index}:{number}".encode()) % 20 == 0
-        if held == (split == "validation"):
-            yield record
-
-
-def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
-    """Yield (documents, (file, number), size) of each record after `start`."""
-    renamed = [pair.split("=") for pair in cfg.data.fields.split(",") if pair]
-    for f, file in enumerate(files[start[0] :], start[0]):
-        number, record = 1, {}
-        try:
-            for record in file.read():
-                if (f, number) > start:
-                    fields = {new: record[old] for new, old in renamed if old in record}
-                    documents = task.preprocess(record | fields)
-                    texts = texts_of(documents, task)
-                    # A lone surrogate, which JSON can hold, raises an error here.
-                    "".join(x for x in texts if isinstance(x, str)).encode()
-                    size = 300 + sum(map(len, texts))  # 300 for the objects of Python
-                    yield documents, (f, number), size
-                number += 1
-        except Exception as error:
-            where = f"{file.name}, record {number} with the fields {[*record]}"
-            raise UserError(f"{where}: {error!r}") from error
-
-
-def texts_of(documents: list[dict], task: Task) -> list:
-    names = ("text",) if task.objective else ("inputs", "targets")
-    return [document[name] for document in documents for name in names]
-
-
-def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
-    """Return the ids of each text or pair. Lists of ids lose their padding and EOS."""
-    values = texts_of(documents, task)
-    encoded = iter(tokenizer.encode([text for text in values if isinstance(text, str)]))
-    result = []
-    for value in values:
-        if isinstance(value, str):
-            result.append(next(encoded))
-            continue
-        ids = np.trim_zeros(value, "b")
-        if len(ids):
-            is_integer = np.asarray(ids).dtype.kind in "iu"  # not bytes or 5.0, say
-            if not is_integer or not 0 <= min(ids) <= max(ids) < tokenizer.size:
-                raise UserError(f"{task.source} has ids outside the vocabulary: {ids}.")
-            ids = ids[:-1] if ids[-1] == EOS else ids
-        result.append(np.asarray(ids, np.int32))
-    return result if task.objective else [*zip(result[::2], result[1::2])]
 
 
 # ---- tasks and mixtures ----------------------------------------------------------------

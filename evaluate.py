@@ -52,7 +52,7 @@ def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:
     """Return the mean losses and token accuracy (0 to 1) over all target tokens.
 
     content_loss leaves out EOS, sentinels and label smoothing, so it can be compared with
-    unigram_loss, and bits_per_byte between vocabularies.
+    unigram_loss, and bits_per_byte between vocabularies that know all characters.
     """
     sums, num_bytes = [], 0
     for batch in batches:
@@ -482,8 +482,8 @@ def main() -> None:
     ]
     if data_cfgs[0] != data_cfgs[1] and names != [cfg.data.task]:
         raise UserError(
-            f"Another --data.task or source is that of one task alone, which --tasks and "
-            f"--data.task name. These are {names} and {cfg.data.task}."
+            f"Another --data.task or source needs one task, as in --tasks qa --data.task "
+            f"qa. These are {names} and {cfg.data.task}."
         )
     if len(names) > 1 and not options.tasks:  # Training leaves them out, too.
         empty = [x for x in names if next(data.read_task(x, split, cfg), None) is None]
@@ -511,8 +511,8 @@ def main() -> None:
             for metric, value in metrics.items():
                 print(f"  {metric:22} {value:.4f}")
             if partition.is_main_process():
-                name = recorded_name(name, mode, options, run_cfg)
-                save_metrics(folder, step, name, mode, metrics, lines)
+                recorded = recorded_name(name, mode, options, run_cfg)
+                save_metrics(folder, step, recorded, mode, metrics, lines)
     if partition.is_main_process():
         table = read_metrics([options.run_dir, folder])
         if options.csv:

@@ -116,19 +116,19 @@ def decode_step(
 
     write = lax.dynamic_update_slice_in_dim
     x = model.embed_tokens(params, ids, arch)
-    new_cache = []
-    for old_kv, (w, cross_kv, bias) in zip(cache, layers):
+    cache = list(cache)
+    for i, (w, cross_kv, bias) in enumerate(layers):
         bias = lax.dynamic_slice_in_dim(bias, t, 1, axis=1)
         bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
 
         def attend(q, k, v):
-            kv = [write(old, new, t * N, axis=2) for old, new in zip(old_kv, (k, v))]
-            new_cache.append(kv)  # decoder_layer calls this function once
-            return attend_few_queries(q, *kv, mask, bias)
+            new_kv = zip(cache[i], (k, v))
+            cache[i] = [write(old, new, t * N, axis=2) for old, new in new_kv]
+            return attend_few_queries(q, *cache[i], mask, bias)
 
         x = model.decoder_layer(w, x, cross_kv, attend, cross_attend, arch)
     x = model.final_norm(params, x, arch)
-    return model.compute_logits(params, x, arch), new_cache
+    return model.compute_logits(params, x, arch), cache
 
 
 # ---- greedy decoding and sampling ------------------------------------------------------

@@ -62,12 +62,6 @@ def param_table(arch: ModelConfig) -> dict:
     """
     D, F, V, A = arch.d_model, arch.d_ff, arch.vocab_size, arch.num_heads * arch.d_kv
     norm = Param((D,), ("embed",))
-    H, R = arch.num_heads, arch.relative_buckets
-    # the initialization of Glorot and Bengio 2010
-    bias = Param((H, R), ("heads", "buckets"), "uniform", (6 / (H + R)) ** 0.5)
-    # All layers of a stack share one table of position biases. In UMT5, each has its own.
-    per_layer = {"relative_bias": bias} if arch.per_layer_bias else {}
-    per_stack = {} if arch.per_layer_bias else {"relative_bias": bias}
 
     # T5 does not divide attention scores by sqrt(C). Instead, its initial query weights
     # are smaller by this factor.
@@ -83,6 +77,13 @@ def param_table(arch: ModelConfig) -> dict:
     mlp = {"norm": norm, "up": up, "down": down}
     if arch.activation.startswith("gated_"):
         mlp["gate"] = up
+
+    H, R = arch.num_heads, arch.relative_buckets
+    # the initialization of Glorot and Bengio 2010
+    bias = Param((H, R), ("heads", "buckets"), "uniform", (6 / (H + R)) ** 0.5)
+    # All layers of a stack share one table of position biases. In UMT5, each has its own.
+    per_layer = {"relative_bias": bias} if arch.per_layer_bias else {}
+    per_stack = {} if arch.per_layer_bias else {"relative_bias": bias}
 
     def stacked(depth, layer):
         def add_axis(p):
@@ -233,11 +234,12 @@ def dot_product_attention(
     """Compute softmax(q k^T + bias) v for all heads, with a softmax in float32.
 
     The scores are not divided by sqrt(C): param_table scales the query weights instead.
-    q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K] or None.
+    q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K], or for each
+    row [B, H, Q, K], or None.
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
-        scores += repeat_rows(bias, len(q))
+        scores += bias
     # Not -inf: where all keys are masked, which is padding, a softmax would be NaN.
     probs = jax.nn.softmax(jnp.where(mask, scores, -1e10), axis=-1)
     return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
@@ -251,6 +253,7 @@ def make_attend(
     relative_bias [H, R]: the position biases, or None in cross-attention.
     """
 
+    # Each device gets its part of the arguments, so mask and relative_bias are among them.
     @on_each_device
     def attend(q, k, v, mask, relative_bias):
         bias = None
@@ -261,6 +264,8 @@ def make_attend(
             from extras import attention_kernel
 
             return attention_kernel.attend(q, k, v, mask, bias)
+        if bias is not None:
+            bias = repeat_rows(bias, len(q))
         return dot_product_attention(q, k, v, mask, bias)
 
     return lambda q, k, v: attend(q, k, v, mask, relative_bias)
@@ -527,7 +532,7 @@ def dense(x: Array, w: Array) -> Array:
 
 
 def lookup(table: Array, index: np.ndarray) -> Array:
-    """Return table[:, index] [H, Q, K]. The gradient of a product is fast, of a lookup not."""
+    """Return table[:, index] [H, Q, K] as a product, whose gradient is fast."""
     one_hot = jax.nn.one_hot(index, table.shape[1], axis=0, dtype=table.dtype)
     return jnp.einsum("hr,rqk->hqk", table, one_hot)
 

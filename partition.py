@@ -178,7 +178,7 @@ def lock(run_dir: Path):
 # continues. A header has the name, shape and dtype of its array, its bounds [start, stop]
 # in each dimension, and offset and checksum of its data, which follow the headers.
 #
-# A kill or a power failure must never leave a damaged checkpoint that looks complete.
+# A kill must never leave a damaged checkpoint that looks complete.
 # Therefore all shard files are on disk before the file `complete` is written. A folder
 # without this file is not a checkpoint.
 

@@ -1115,7 +1115,7 @@ def test_texts_of_all_lengths_fit_into_a_row(density, mean):
 def test_span_corruption_that_cannot_work_is_refused(changes, message):
     """T5 itself would use word pieces as the sentinel 101, without a word."""
     cfg, task = change(BYTES, data=changes), data.TASKS["span_corruption"]
-    documents = data.cut_documents([np.arange(5000) % 250 + 3], task, cfg.data)
+    documents = data.cut_into_chunks([np.arange(5000) % 250 + 3], task, cfg.data)
     with pytest.raises(UserError, match=message):
         data.make_examples(documents, task, TOKENIZER, cfg, 0)
 
@@ -1159,7 +1159,7 @@ def test_prefix_lm_cuts_each_text_once_and_at_random():
     shares = [len(inputs) / len(text) for text, (inputs, _) in zip(texts, pairs)]
     assert 0.4 < np.mean(shares) < 0.6 and np.std(shares) > 0.2
     task = data.TASKS["prefix_lm"]
-    cut = data.cut_documents([np.arange(10), np.arange(48)], task, BYTES.data)
+    cut = data.cut_into_chunks([np.arange(10), np.arange(48)], task, BYTES.data)
     assert [len(text) for text in cut] == [10, 47]  # documents are not joined
 
 
@@ -1168,7 +1168,7 @@ def test_an_objective_of_ones_own_is_joined_and_cut_to_its_length():
     longer = own._replace(length=lambda data_cfg: data_cfg.inputs_length + 2)
     for objective, expected in (own, [47, 11]), (longer, [50, 8]):
         task = data.Task(objective=objective)
-        cut = data.cut_documents([np.arange(10), np.arange(48)], task, BYTES.data)
+        cut = data.cut_into_chunks([np.arange(10), np.arange(48)], task, BYTES.data)
         assert [len(text) for text in cut] == expected
 
 

@@ -147,6 +147,7 @@ class TrainState(NamedTuple):
 def init_state(cfg: Config) -> TrainState:
     """Return the state of a new run, with random parameters."""
     params = model.init_params(cfg.model, jax.random.key(cfg.train.seed))
+    # The state does not depend on the rate. Each step makes an optimizer with its own.
     opt_state = OPTIMIZERS[cfg.train.optimizer](0.0, cfg.train).init(params)
     return TrainState(jnp.int32(cfg.train.start_step), params, opt_state)
 
@@ -518,7 +519,9 @@ def find_start(
         if not checkpoint:
             raise UserError(f"{init_from} is not a checkpoint, nor a run that has one.")
     takes_step = checkpoint and (resumes or train_cfg.restore == "all")
-    step = int(checkpoint.name[5:]) if takes_step else train_cfg.start_step
+    step = (
+        int(checkpoint.name.removeprefix("step_")) if takes_step else train_cfg.start_step
+    )
     if not resumes and step >= train_cfg.steps:
         raise UserError(
             f"A new run at step {step} needs --train.steps above {step}, not "
