@@ -303,7 +303,7 @@ def parse(options_class: type, argv: list[str] | None = None):
     """Parse the flags of a command. Settings are those of --run_dir, or else --config."""
     flags = location_flags(argv)
     if flags.run_dir and flags.config and not flags.config.endswith(".py"):
-        raise UserError("--run_dir has settings: --config adds the tasks of a .py file.")
+        raise UserError("With --run_dir, --config can only add the tasks of a .py file.")
     if flags.run_dir:
         cfg, _ = load_run_and_tasks(flags.run_dir, flags.config)
     else:
@@ -383,9 +383,11 @@ def load_run(source: str) -> tuple[Config, dict]:
     sections = {}
     for name, values in stored["settings"].items():
         Section = Config.__dataclass_fields__[name].type
-        # In runs from before a fork added a setting, this has its default.
-        if unknown := values.keys() - Section.__dataclass_fields__.keys():
-            raise UserError(f"{path} has unknown settings: --{name}.{unknown}.")
+        fields = Section.__dataclass_fields__.keys()
+        if unknown := sorted(values.keys() - fields):
+            raise UserError(f"{path} is of other code: it has {name}.{unknown}.")
+        if missing := sorted(fields - values.keys()):  # Other code added them later.
+            print_once(f"{path} lacks {name}.{missing}, which get their defaults.")
         sections[name] = Section(**values)
     return Config(**sections), stored["metadata"]
 

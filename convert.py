@@ -139,8 +139,10 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
 
     def shape(path):
         name, hf = foreign_names(path, 0, gated)
-        if name not in arrays:
-            raise UserError(f"{source} is no complete T5: it lacks {name} ({hf}).")
+        if name not in arrays or arrays[name].ndim != 2:
+            raise UserError(
+                f"{source} is no complete T5: it lacks a matrix {name} ({hf})."
+            )
         return arrays[name].shape
 
     def depth(stack):
@@ -458,7 +460,7 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     # T5 1.0 was published with a table that its cross-attention does not use.
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
     arrays.pop(unused, None)
-    if any(name.startswith("decoder.block.") for name in arrays):
+    if "lm_head.weight" in arrays or any(x.startswith("decoder.block.") for x in arrays):
         set_output_layer(arrays, config, folder)
     for name in arrays.keys() - {"shared.weight"}:
         arrays[name] = arrays[name].T
@@ -472,7 +474,8 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     config.setdefault("num_decoder_layers", config.get("num_layers"))
     if not arch.num_decoder_layers:  # T5EncoderModel keeps the number of the whole model.
         del config["num_decoder_layers"]
-    config |= read_json(folder / "generation_config.json")
+    generation = read_json(folder / "generation_config.json")
+    config |= {k: v for k, v in generation.items() if k in SPECIAL_IDS}
     expected = hf_config(arch) | SPECIAL_IDS | {"feed_forward_proj": activation}
     for field, value in expected.items():
         found = config.get(field, value)

@@ -483,7 +483,7 @@ def main() -> None:
     if data_cfgs[0] != data_cfgs[1] and names != [cfg.data.task]:
         raise UserError(
             f"Another --data.task or source needs one task, as in --tasks qa --data.task "
-            f"qa. These are {names} and {cfg.data.task}."
+            f"qa. --tasks means {names}, and --data.task is {cfg.data.task}."
         )
     if len(names) > 1 and not options.tasks:  # Training leaves them out, too.
         empty = [x for x in names if next(data.read_task(x, split, cfg), None) is None]

@@ -122,8 +122,8 @@ def decode_step(
         bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
 
         def attend(q, k, v):
-            new_kv = zip(cache[i], (k, v))
-            cache[i] = [write(old, new, t * N, axis=2) for old, new in new_kv]
+            old_and_new = zip(cache[i], (k, v))
+            cache[i] = [write(old, new, t * N, axis=2) for old, new in old_and_new]
             return attend_few_queries(q, *cache[i], mask, bias)
 
         x = model.decoder_layer(w, x, cross_kv, attend, cross_attend, arch)

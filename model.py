@@ -260,7 +260,7 @@ def make_attend(
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
         if resolve_auto(arch).attention_impl == "kernel":
-            # faster, and the same result; on a GPU with a bias in bfloat16
+            # the same result in less time, but on a GPU, the bias is in bfloat16
             from extras import attention_kernel
 
             return attention_kernel.attend(q, k, v, mask, bias)

@@ -156,7 +156,7 @@ def open_locked(path: Path | str, mode: str):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"{path} is in use by another process.") from None
+        raise UserError(f"Another process is using {path}: wait for its end.") from None
     return file
 
 
@@ -284,12 +284,13 @@ def load_arrays(folder: Path, abstract: Any) -> Any:
     check_same([header["crc32"] for headers in stored.values() for header in headers])
     found = {name: [h[0]["dtype"], *h[0]["shape"]] for name, h in stored.items()}
     needed = {name: [like.dtype.name, *like.shape] for name, like in wanted.items()}
-    # A checkpoint may have a state of the optimizer that is not needed, but no weights.
+    # A checkpoint may have more arrays of the optimizer than are needed, but not of weights.
     for name in [*needed, *(x for x in found if x.startswith("params/"))]:
         if found.get(name) != needed.get(name):
             raise UserError(
-                f"{folder} has {found.get(name)} for the array {name}, but this run "
-                f"needs {needed.get(name)}: use the settings of the run that wrote it."
+                f"{folder} has {found.get(name, 'nothing')} for the array {name}, but "
+                f"this run needs {needed.get(name, 'nothing')}: use the settings of the "
+                f"run that wrote it."
             )
 
     def load(name, like):

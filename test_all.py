@@ -3294,6 +3294,7 @@ def test_arrays_and_config_determine_whether_a_model_is_tied(family, stated):
     names = "tie_word_embeddings", "scale_decoder_outputs"
     config = {name: value for name, value in zip(names, stated) if value is not None}
     embed = np.ones((7, 4), np.float32)
+    embed[0] = np.nan  # Its training diverged.
     heads = {"lm_head.weight": 8 * embed}, {"lm_head.weight": embed}, {}
     for head, expected in zip(heads, OUTPUT_LAYERS[stated].split(), strict=True):
         arrays = {"shared.weight": embed, **head}
@@ -3327,6 +3328,7 @@ WRONG_ARRAYS = [
     ({HEAD: None}, HEAD),
     ({HEAD: ones(250, 40)}, HEAD),
     ({NORM: ones(39)}, NORM),
+    ({"encoder.block.0.layer.1.DenseReluDense.wi_1.weight": ones(3)}, "wi_1"),
     ({NORM: np.ones(40, np.int8)}, NORM),
     ({"pooler.weight": ones(3)}, "pooler.weight"),
     ({"classification_head.dense.weight": ones(40, 40)}, "classification_head.dense"),
@@ -3935,6 +3937,7 @@ WRONG = [
     ("train --config tiny --run_dir hf", "convert.py"),
     ("train --config empty.py", "empty.py.*CONFIG"),
     ("data --run_dir nothing", "nothing"),
+    ("data --run_dir RUN --config tiny", "--config"),
     ("evaluate --run_dir RUN --tasks nothing", "nothing"),
     ("evaluate --run_dir RUN --split dev", "dev"),
     ("evaluate --run_dir RUN --mode rank", "c4_v220_span_corruption"),

@@ -176,10 +176,11 @@ def abstract_state(cfg: Config) -> TrainState:
 def accumulate_gradients(
     params: dict, batch: data.Batch, cfg: Config, rng: Array | None
 ) -> tuple[dict, dict]:
-    """Compute the gradients of the mean loss of the target tokens.
+    """Compute the gradients of the loss, divided by the number of target tokens.
 
     To save memory, a batch can be split into microbatches, whose gradients are added up:
-    each loss is a sum, divided by the number of target tokens of the complete batch.
+    each loss is a sum, divided by the number of target tokens of the complete batch, or
+    by train.loss_normalizing_factor.
     Returns the gradients, and the sums of model.loss_fn.
     """
     tokens = jnp.sum(batch.target_segments > 0)
