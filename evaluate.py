@@ -472,24 +472,32 @@ def save_metrics(
     write_lines(folder, name, step, lines)
 
 
-def main() -> None:
-    options = configs.parse(Options)
-    cfg, tokenizer = infer.start_inference(options)
-    run_cfg, _ = configs.load_run(options.run_dir)
-    names, split = data.eval_tasks(cfg, options.tasks), options.split
-    data_cfgs = [
+def chosen_tasks(options: Options, run_cfg: Config) -> list[str]:
+    """Return the names of the tasks to evaluate."""
+    cfg, split = options.cfg, options.split
+    names = data.eval_tasks(cfg, options.tasks)
+    new, old = (
         (c.data.task, c.data.source, c.data.validation_source) for c in (cfg, run_cfg)
-    ]
-    if data_cfgs[0] != data_cfgs[1] and names != [cfg.data.task]:
+    )
+    if new != old and names != [cfg.data.task]:
         raise UserError(
             f"Another --data.task or source needs one task, as in --tasks qa --data.task "
             f"qa. --tasks means {names}, and --data.task is {cfg.data.task}."
         )
-    if len(names) > 1 and not options.tasks:  # Training leaves them out, too.
-        empty = [x for x in names if next(data.read_task(x, split, cfg), None) is None]
-        names = [name for name in names if name not in empty] or names
-        if empty:
-            print(f"not evaluated, without examples of the split {split}: {empty}")
+    if options.tasks or len(names) == 1:
+        return names
+    # As in training, leave out those of several tasks that have no examples.
+    empty = [x for x in names if next(data.read_task(x, split, cfg), None) is None]
+    if empty:
+        print(f"not evaluated, without examples of the split {split}: {empty}")
+    return [name for name in names if name not in empty] or names
+
+
+def main() -> None:
+    options = configs.parse(Options)
+    cfg, tokenizer = infer.start_inference(options)
+    run_cfg, _ = configs.load_run(options.run_dir)
+    names, split = chosen_tasks(options, run_cfg), options.split
     folder = configs.to_path(options.output or f"{options.run_dir}/eval")
     steps = partition.Checkpoints(options.run_dir).steps()
     if options.step != "all" or not steps:
