@@ -230,10 +230,10 @@ class BeamState(NamedTuple):
 
 def start_beams(B: int, N: int, T: int) -> BeamState:
     """Begin with equal, empty beams. Only the first one counts in the first step."""
-    ids, masked = jnp.zeros((B, N, T), jnp.int32), jnp.full((B, N), NEG_INF)
+    zeros, masked = jnp.zeros((B, N, T), jnp.int32), jnp.full((B, N), NEG_INF)
     scores = masked.at[:, 0].set(0.0)
-    ancestors = ids + jnp.arange(N)[:, None]
-    return BeamState(ids, scores, ids, masked, ancestors, jnp.zeros((B, 1), bool))
+    done = jnp.zeros((B, 1), bool)
+    return BeamState(zeros, scores, zeros, masked, ancestors=zeros, done=done)
 
 
 def length_penalty(tokens, decode_cfg: DecodeConfig):
