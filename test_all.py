@@ -938,12 +938,13 @@ def test_config_json_holds_every_setting_that_is_not_of_the_machine(name, tmp_pa
     assert metadata == {"vocabulary": "abc", "init_from": ""}
 
 
-def test_a_setting_that_a_run_lacks_has_its_default_and_another_is_refused(tmp_path):
+def test_a_run_that_lacks_a_setting_gets_its_default_and_says_so(tmp_path, capsys):
     configs.save_run(change(train=dict(seed=7)), tmp_path)
     path = tmp_path / "config.json"
     text = path.read_text()
     path.write_text(re.sub(r',\s+"seed": 7', "", text))
     assert configs.load_run(tmp_path)[0] == SMALL
+    assert "seed" in capsys.readouterr().err
     path.write_text(text.replace('"seed": 7', '"ema": 7'))
     with pytest.raises(UserError, match="ema"):
         configs.load_run(tmp_path)
@@ -3076,9 +3077,8 @@ def test_an_infinite_learning_rate_stops_before_weights_are_saved(tmp_path, quie
 
 
 def test_only_one_command_trains_in_a_folder(tmp_path):
-    with partition.lock(tmp_path):
-        with pytest.raises(UserError, match=str(tmp_path)):
-            partition.lock(tmp_path)
+    with partition.lock(tmp_path), pytest.raises(UserError, match=str(tmp_path)):
+        partition.lock(tmp_path)
     partition.lock(tmp_path)
     partition.lock(configs.to_path("gs://bucket/run"))  # A bucket has no locks.
 

@@ -520,9 +520,7 @@ def find_start(
         if not checkpoint:
             raise UserError(f"{init_from} is not a checkpoint, nor a run that has one.")
     takes_step = checkpoint and (resumes or train_cfg.restore == "all")
-    step = (
-        int(checkpoint.name.removeprefix("step_")) if takes_step else train_cfg.start_step
-    )
+    step = int(checkpoint.name.split("_")[1]) if takes_step else train_cfg.start_step
     if not resumes and step >= train_cfg.steps:
         raise UserError(
             f"A new run at step {step} needs --train.steps above {step}, not "
