@@ -489,7 +489,7 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
 # ---- vocabularies ----------------------------------------------------------------------
 
 
-def find_vocabulary(folders: list[Path], vocab_size: int) -> tuple[str | None, int]:
+def find_vocabulary(folders: list[Path], vocab_size: int) -> tuple[str, int]:
     """Return --data.vocab and --data.extra_ids for the vocabulary in these folders."""
     config = read_json(folders[0] / "tokenizer_config.json")
     added = set(read_json(folders[0] / "added_tokens.json"))
@@ -507,7 +507,7 @@ def find_vocabulary(folders: list[Path], vocab_size: int) -> tuple[str | None, i
         )
     if not file:
         is_byt5 = "ByT5" in str(config.get("tokenizer_class")) or vocab_size == 384
-        return ("bytes", 0) if is_byt5 else (None, 100)
+        return ("bytes", 0) if is_byt5 else ("", 100)
     # T5 adds sentinels to the pieces of its file. mT5's file contains them already.
     extra_ids = config.get("extra_ids", 100)
     if file.suffix == ".model":
@@ -604,7 +604,7 @@ def read_model(source: Path, step: str = "latest") -> Run:
     if slots:
         arrays |= adafactor_state(slots, arch, steps)
     vocab, extra_ids = find_vocabulary(folders, arch.vocab_size)
-    data_cfg = DataConfig(vocab=vocab or "spiece.model", extra_ids=extra_ids)
+    data_cfg = DataConfig(vocab=vocab, extra_ids=extra_ids)
     cfg = Config(arch, data_cfg, TrainConfig(steps=max(steps, 1)))
     tokenizer = data.load_tokenizer(cfg) if vocab else None
     name = Path(data_cfg.vocab).name  # The run keeps a copy of the file.

@@ -17,6 +17,7 @@ import io
 import itertools
 import json
 import os
+import platform
 import re
 import zlib
 from collections import Counter, deque
@@ -252,10 +253,11 @@ def source_files(source: str, split: str, cfg: Config) -> list[File]:
     if kind in ("hf", "tfds", "seqio", "random", "numbers"):
         from extras import libraries
 
-        return getattr(libraries, f"open_{kind}")(name, split, cfg)
+        return libraries.SOURCES[kind](name, split, cfg)
     if kind == "python":
         # Not in a thread, because Python 3.11 cannot parse files in two threads at once.
-        return [File(source, partial(iter, read_python()))]
+        version = platform.python_version()
+        return [File(f"Python {version}", partial(iter, read_python()))]
     if kind not in READERS:
         kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
         raise UserError(f"{source!r} is not a source KIND:NAME. The kinds are {kinds}.")
@@ -349,6 +351,8 @@ def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
         for name in ("spiece.model", "tokenizer.json"):
             if (path := configs.run_dir_of(run) / name).exists():
                 vocab = str(path)
+    if not (vocab or configs.VOCABULARY):
+        raise UserError(f"Copy the spiece.model of the model into {run}.")
     kind, _, size = vocab.partition(":")
     if configs.VOCABULARY or not (kind == "train" or vocab.endswith(".model")):
         from extras import vocabularies

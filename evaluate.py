@@ -466,9 +466,14 @@ def save_metrics(
     """Append the metrics to FOLDER/metrics.jsonl, and write the outputs beside it."""
     kind = "training_eval" if mode == "loss" else "inference_eval"
     line = {f"{kind}/{name}/{metric}": value for metric, value in metrics.items()}
-    path = folder / "metrics.jsonl"
-    old = path.read_bytes() if path.exists() else b""
-    configs.write_file(path, old + infer.to_json({"step": step, **line}))
+    path, content = folder / "metrics.jsonl", infer.to_json({"step": step, **line})
+    if configs.is_remote(path):  # An object in a bucket can only be written as a whole.
+        old = path.read_bytes() if path.exists() else b""
+        configs.write_file(path, old + content)
+    else:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(path, "ab") as file:  # Another process may append at the same time.
+            file.write(content)
     write_lines(folder, name, step, lines)
 
 

@@ -1,1 +1,1 @@
-"""Parts that only some users need. Every file uses the scripts and can be deleted."""
+"""Parts that only some users need. The scripts work without this folder."""

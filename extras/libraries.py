@@ -78,3 +78,12 @@ def open_numbers(name: str, split: str, cfg: configs.Config) -> list[File]:
     """Open the fields of all numbers below NAME, such as 10000."""
     numbers = range(int(name))
     return [File(f"numbers:{name}", lambda: map(toys.number_fields, numbers))]
+
+
+SOURCES = {
+    "hf": open_hf,
+    "tfds": open_tfds,
+    "seqio": open_seqio,
+    "random": open_random,
+    "numbers": open_numbers,
+}
