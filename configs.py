@@ -103,7 +103,7 @@ class TrainConfig:
     schedule_offset: int = 0  # steps that the schedule does not count
     decay_factor: float = 0.5  # factor of decay_every, or slope of linear_decay
     steps_per_decay: int = 20_000  # period of decay_every
-    steps_per_cycle: int = 100_000  # period of cosine_decay
+    steps_per_cycle: int | None = None  # period of cosine_decay; None: train.steps
     weight_decay: float = 0.0
     z_loss: float = 1e-4  # weight of (log Z)^2 in the loss
     label_smoothing: float = 0.0  # probability given to tokens other than the target
@@ -195,8 +195,8 @@ SIZES = {
 TINY = network(128, 256, 4, 1, vocab_size=2176, d_kv=32)  # learns most in a minute
 TINY_DATA = DataConfig(vocab="train:2000", inputs_length=32, targets_length=8)
 TINY_TRAIN = TrainConfig(
-    steps=1500, batch_size=64, learning_rate=0.08, warmup_steps=100, steps_per_cycle=1500,
-    schedule="constant * linear_warmup * cosine_decay", weight_decay=1e-3, eval_every=300,
+    steps=1500, batch_size=64, learning_rate=0.08, warmup_steps=100, weight_decay=1e-3,
+    schedule="constant * linear_warmup * cosine_decay", eval_every=300,
     # faster on a CPU: the arrays of half a batch are small enough for malloc to keep
     microbatches=2)
 C4 = DataConfig(task="c4_v220_span_corruption")
@@ -213,13 +213,14 @@ RECIPES = {
     "tiny_finetune": Config(
         TINY, replace(TINY_DATA, task="by_rule", inputs_length=64, targets_length=64),
         replace(TINY_TRAIN, steps=700, batch_size=32, learning_rate=0.02, weight_decay=0,
-                eval_every=350, steps_per_cycle=700, infer_every=700, eval_batches=0)),
+                eval_every=350, infer_every=700, eval_batches=0)),
     # Measure the speed of T5 small on random tokens.
     "small_bench": Config(
         replace(SIZES["small"], dtype="float32"),
         DataConfig(task="random", vocab="numbers"),
         TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0)),
-    # Pretrain T5 1.1 on C4, as in t5x/examples/t5/t5_1_1/examples/*_c4_pretrain.gin.
+    # Pretrain T5 1.1 on C4, as in t5x/examples/t5/t5_1_1/examples/*_c4_pretrain.gin. All
+    # steps of small_c4 are warmup, in which rsqrt_decay is constant.
     "small_c4": Config(SIZES["small"], C4, TrainConfig(steps=10_000, batch_size=256)),
     **{f"{k}_c4": Config(SIZES[k], C4, C4_TRAIN) for k in ("base", "large", "xl", "xxl")},
     # LM adaptation (Lester et al. 2021), from which T0 starts.

@@ -15,10 +15,9 @@ Comments and einsums use these letters for the shapes:
     D d_model    H heads             C d_kv, channels of a head          F d_ff
     A H * C      V vocabulary        L layers            R buckets of relative positions
 
-At first, read dense(x, w) as x @ w, lookup(table, index) as table[:, index],
-repeat_rows(bias, rows) as bias, constrain(x, ...) as x, resolve_auto(arch) as arch, and
-apply_layers(layer, x, ...) as `for w in layers: x = layer(w, x, rng)`, and ignore
-@on_each_device. The section on devices and memory holds these functions.
+Five functions are about devices and memory: constrain(x, ...) returns x, and
+resolve_auto(arch) arch; repeat_rows(bias, rows) adds the axis B to a bias; @on_each_device
+changes no result; apply_layers(layer, x, ...) is `for w in layers: x = layer(w, x, rng)`.
 
     >>> from configs import RECIPES
     >>> count_params(param_table(RECIPES["small_c4"].model))
@@ -155,6 +154,15 @@ def dropout(x: Array, rate: float, rng, broadcast_axis: int | None = 1) -> Array
     return x * (keep.astype(x.dtype) / (1 - rate))
 
 
+def dense(x: Array, w: Array) -> Array:
+    """Multiply activations [B, Q, inputs] by a weight matrix [inputs, outputs]."""
+    if partition.platform() == "cpu":
+        # With batch and length in one axis, the gradient of w is a plain matmul, which is
+        # fast on a CPU. A TPU would have to copy the activations.
+        return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
+    return x @ w
+
+
 def split_rng(rng, n: int):
     """Split a random key into n. None gives n Nones."""
     return (None,) * n if rng is None else jax.random.split(rng, n)
@@ -211,7 +219,9 @@ def position_bias(
     """
     relative_position = np.arange(K) - np.arange(Q)[:, None]
     bucket = relative_bucket(relative_position, bidirectional, arch)
-    return lookup(relative_bias.astype(jnp.float32), bucket)
+    # The bias is relative_bias[:, bucket], as a product, whose gradient is faster.
+    one_hot = jax.nn.one_hot(bucket, arch.relative_buckets, axis=0)
+    return jnp.einsum("hr,rqk->hqk", relative_bias.astype(jnp.float32), one_hot)
 
 
 def attention_mask(query_segments: Array, key_segments: Array, causal=False) -> Array:
@@ -229,14 +239,24 @@ def attention_mask(query_segments: Array, key_segments: Array, causal=False) -> 
 
 
 def dot_product_attention(
-    q: Array, k: Array, v: Array, mask: Array, bias: Array | None = None
+    q: Array,
+    k: Array,
+    v: Array,
+    mask: Array,
+    bias: Array | None = None,
+    impl: str = "xla",
 ) -> Array:
     """Compute softmax(q k^T + bias) v for all heads, with a softmax in float32.
 
     The scores are not divided by sqrt(C): param_table scales the query weights instead.
     q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K], or for each
-    row [B, H, Q, K], or None.
+    row [B, H, Q, K], or None. impl: "kernel" computes the same in extras/, in less time.
     """
+    if impl == "kernel":
+        # If you edit the equation below, delete these lines.
+        from extras import attention_kernel
+
+        return attention_kernel.attend(q, k, v, mask, bias)
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
         scores += bias
@@ -256,17 +276,12 @@ def make_attend(
     # Each device gets its part of the arguments, so mask and relative_bias are among them.
     @on_each_device
     def attend(q, k, v, mask, relative_bias):
-        bias = None
+        impl, bias = resolve_auto(arch).attention_impl, None
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
-        if resolve_auto(arch).attention_impl == "kernel":
-            # the same result in less time, but on a GPU, the bias is in bfloat16
-            from extras import attention_kernel
-
-            return attention_kernel.attend(q, k, v, mask, bias)
-        if bias is not None:
-            bias = repeat_rows(bias, len(q))
-        return dot_product_attention(q, k, v, mask, bias)
+            if impl == "xla":
+                bias = repeat_rows(bias, len(q))
+        return dot_product_attention(q, k, v, mask, bias, impl)
 
     return lambda q, k, v: attend(q, k, v, mask, relative_bias)
 
@@ -475,10 +490,10 @@ def loss_sums(
 
 
 def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
-    """Return the training loss of a batch, and a dict of sums over its target tokens.
+    """Sum the training loss over the target tokens of a batch. Return it with a dict.
 
-    The loss is the cross entropy plus the z-loss in nats, summed over all target tokens.
-    To get a mean, train.accumulate_gradients divides it by the number of tokens. The sums
+    The loss is the cross entropy plus the z-loss in nats. To get a mean,
+    train.accumulate_gradients divides it by the number of tokens. The sums of the dict
     are divided, too, and logged: a new one appears in metrics.jsonl by its name.
     """
     x = encode_and_decode(params, batch, cfg.model, rng)
@@ -504,14 +519,7 @@ def resolve_auto(arch: ModelConfig) -> ModelConfig:
     "xla" and loss "full" are in this file, others in extras/.
     """
     platform = partition.platform()
-    has_kernel = False
-    if platform != "cpu" and configs.HAS_EXTRAS:
-        from extras import attention_kernel
-
-        # If you edit the equation, your edit counts, and not the kernel.
-        has_kernel = attention_kernel.is_its_equation(dot_product_attention)
-        if not has_kernel:
-            configs.print_once("dot_product_attention is edited: no kernel replaces it.")
+    has_kernel = configs.HAS_EXTRAS and platform != "cpu"
     # Chunks save memory, most with a large vocabulary.
     chunks = platform == "tpu" or arch.vocab_size > 1 << 16
     best = {
@@ -520,21 +528,6 @@ def resolve_auto(arch: ModelConfig) -> ModelConfig:
         "loss_impl": "chunked" if configs.HAS_EXTRAS and chunks else "full",
     }
     return replace(arch, **{k: v for k, v in best.items() if getattr(arch, k) == "auto"})
-
-
-def dense(x: Array, w: Array) -> Array:
-    """Multiply activations [B, Q, inputs] by a weight matrix [inputs, outputs]."""
-    if partition.platform() == "cpu":
-        # With batch and length in one axis, the gradient of w is a plain matmul, which is
-        # fast on a CPU. A TPU would have to copy the activations.
-        return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
-    return x @ w
-
-
-def lookup(table: Array, index: np.ndarray) -> Array:
-    """Return table[:, index] [H, Q, K] as a product, whose gradient is fast."""
-    one_hot = jax.nn.one_hot(index, table.shape[1], axis=0, dtype=table.dtype)
-    return jnp.einsum("hr,rqk->hqk", table, one_hot)
 
 
 def repeat_rows(bias: Array, rows: int) -> Array:

@@ -69,18 +69,12 @@ if jax.__version_info__ < (0, 11):  # XLA stops at a flag that it does not know.
 # All sizes differ, so that a test fails if two axes are swapped.
 SMALL = Config(
     ModelConfig(
-        vocab_size=256,
-        d_model=40,
-        d_ff=48,
-        d_kv=6,
-        num_heads=4,
-        num_layers=2,
-        num_decoder_layers=3,
-        dtype="float32",
+        vocab_size=256, d_model=40, d_ff=48, d_kv=6,
+        num_heads=4, num_layers=2, num_decoder_layers=3, dtype="float32",
     ),
     DataConfig(task="random", vocab="numbers", inputs_length=36, targets_length=9),
     TrainConfig(batch_size=8),
-)
+)  # fmt: skip
 # Input and target tokens in the eight rows of a batch.
 UNEVEN = [(36, 9), (12, 5), (7, 1), (36, 9), (20, 3), (3, 2), (36, 7), (25, 9)]
 
@@ -2804,6 +2798,8 @@ def test_learning_rates_equal_recorded_rates_of_t5x():
         cfg = TrainConfig(**{names.get(key, key): value for key, value in case.items()})
         ours = [train.learning_rate(jnp.int32(step), cfg) for step in steps]
         assert_allclose(ours, values, rtol=1e-6, err_msg=cfg.schedule)
+    wave = TrainConfig(schedule="cosine_decay", warmup_steps=0, steps=1000)
+    assert train.learning_rate(500, wave) == pytest.approx(0.5)  # It ends with training.
 
 
 def test_adafactor_equals_recorded_updates_of_t5x():
@@ -3677,6 +3673,8 @@ def test_the_command_converts_there_and_back(tmp_path):
     assert "spiece.model" in output
     cfg, _ = configs.load_run(tmp_path / "run")
     assert (cfg.model.dropout, cfg.model.relative_max_distance) == (0.1, 128)
+    with pytest.raises(UserError, match="Copy"):
+        data.load_tokenizer(cfg, tmp_path / "run")
     command("convert.py", tmp_path / "run", tmp_path / "back", "--to", "hf", "--step", 0)
     weights = [folder / "model.safetensors" for folder in (source, tmp_path / "back")]
     assert_equal(*map(safetensors.numpy.load_file, weights))

@@ -18,6 +18,7 @@ import json
 import math
 import signal
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -57,7 +58,8 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
     step = jnp.maximum(0.0, step - train_cfg.schedule_offset)
     warmup = train_cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
-    cycle = jnp.maximum(0.0, (step - warmup) / train_cfg.steps_per_cycle)
+    steps_per_cycle = train_cfg.steps_per_cycle or train_cfg.steps
+    cycle = jnp.maximum(0.0, (step - warmup) / steps_per_cycle)
     factors = {
         "constant": train_cfg.learning_rate,
         # rises from 0 to 1 during the warmup
@@ -582,39 +584,50 @@ class Options(configs.Options):
 
 
 def parse(argv: list[str] | None = None) -> Options:
-    """Parse the flags. Settings come from these places, and later places win:
-
-    1. --config, or else config.json of the run, or else the recipe tiny,
-    2. network and vocabulary of --init_from, which a run with a checkpoint remembers,
-    3. the other flags.
-    """
+    """Parse the flags, which change the settings of a run or of a recipe."""
     flags = configs.location_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
-    resumes = bool(partition.Checkpoints(run_dir).steps())
-    has_settings = (configs.to_path(run_dir) / "config.json").exists()
-    stored, remembered = None, ""
-    # A run that was killed before its first checkpoint has settings, too.
-    if resumes or (has_settings and flags.run_dir and not flags.config):
-        stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
-        remembered = metadata["init_from"]
-    elif has_settings:
-        configs.load_run(run_dir)  # refuses a folder of Hugging Face, for example
-    cfg = stored
-    if flags.config or not stored:
-        cfg = configs.load_recipe(flags.config or "tiny")
-    if init_from := flags.init_from or remembered:
-        # The run that a resumed one started from may be gone.
-        origin = stored if resumes else configs.load_run(init_from)[0]
-        cfg = configs.with_network_of(cfg, origin)
+    if partition.Checkpoints(run_dir).steps():
+        return parse_resumed(flags, run_dir, argv)
+    return parse_new(flags, run_dir, argv)
+
+
+def parse_resumed(flags: Namespace, run_dir: str, argv: list[str] | None) -> Options:
+    """Take the stored settings of a run, to which --config and flags must be equal."""
+    stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
+    cfg, init_from = stored, metadata["init_from"]
+    if flags.config:
+        cfg = configs.load_recipe(flags.config)
+        if init_from:  # The run with these weights may be gone.
+            cfg = configs.with_network_of(cfg, stored)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.parse_flags(options, argv)
-    if resumes:
-        if configs.to_path(init_from) != configs.to_path(remembered):
-            raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
-        configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
-    elif init_from:
-        wanted = configs.with_network_of(options.cfg, origin)
-        configs.refuse_differences(options.cfg, wanted, [], init_from)
+    if configs.to_path(options.init_from) != configs.to_path(init_from):
+        raise UserError(f"{run_dir} began with other weights: leave out --init_from.")
+    configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
+    return options
+
+
+def parse_new(flags: Namespace, run_dir: str, argv: list[str] | None) -> Options:
+    """Take the settings of a recipe, but network and vocabulary from --init_from."""
+    init_from = flags.init_from
+    has_settings = (configs.to_path(run_dir) / "config.json").exists()
+    if has_settings:
+        _, metadata = configs.load_run(run_dir)  # refuses a folder of Hugging Face
+    if has_settings and flags.run_dir and not flags.config:
+        # The run was killed before its first checkpoint.
+        cfg, _ = configs.load_run_and_tasks(run_dir)
+        init_from = init_from or metadata["init_from"]
+    else:
+        cfg = configs.load_recipe(flags.config or "tiny")
+    if not init_from:
+        return configs.parse_flags(Options(cfg, flags.config, run_dir), argv)
+    origin, _ = configs.load_run(init_from)
+    cfg = configs.with_network_of(cfg, origin)
+    options = Options(cfg, flags.config, run_dir, init_from=init_from)
+    options = configs.parse_flags(options, argv)
+    wanted = configs.with_network_of(options.cfg, origin)
+    configs.refuse_differences(options.cfg, wanted, [], init_from)
     return options
 
 

@@ -57,7 +57,6 @@ CONFIG = Config(
     replace(
         TINY_TRAIN,
         steps=2000,
-        steps_per_cycle=2000,
         learning_rate=0.03,
         weight_decay=0.0,
         eval_every=500,

@@ -42,7 +42,5 @@ TASKS = {
 MIXTURES = {"ul2": dict.fromkeys(TASKS, 1.0)}
 CONFIG = replace(
     RECIPES["tiny"],
-    data=DataConfig(
-        task="ul2", vocab="train:2000", inputs_length=64, targets_length=64
-    ),
+    data=DataConfig(task="ul2", vocab="train:2000", inputs_length=64, targets_length=64),
 )

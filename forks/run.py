@@ -36,8 +36,8 @@ def held_out_loss(tree: Path, run: Path, steps: int, seed: int) -> float:
     """Train the clone, or only read the metrics if its run has ended."""
     metrics = run / "metrics.jsonl"
     if not metrics.exists() or LOSS not in metrics.read_text():
-        flags = {"steps": steps, "steps_per_cycle": steps, "eval_every": steps}
-        flags |= {"save_every": 0, "microbatches": 1, "seed": seed}
+        flags = {"steps": steps, "eval_every": steps, "save_every": 0, "seed": seed}
+        flags["microbatches"] = 1
         command = [sys.executable, "train.py", "--config", "tiny", "--run_dir", str(run)]
         for name, value in flags.items():
             command += [f"--train.{name}", str(value)]
