@@ -287,7 +287,8 @@ class Options:
     """The flags of all commands."""
 
     cfg: tyro.conf.FlagConversionOff[Annotated[Config, tyro.conf.arg(name="")]]
-    config: str = ""  # name of a recipe, or a Python file that defines CONFIG
+    # name of a recipe, or a Python file that defines CONFIG
+    recipe: Annotated[str, tyro.conf.arg(name="config")] = ""
     run_dir: str = ""  # folder of the run
     distributed: DistributedConfig = DistributedConfig()
 

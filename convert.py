@@ -406,8 +406,9 @@ def keep_one_embedding(arrays: dict, folder: Path) -> None:
 def set_output_layer(arrays: dict, config: dict, folder: Path) -> None:
     """Remove lm_head.weight from a tied model, or set that of an untied model.
 
-    Plain T5 and T5X multiply the logits of a tied model by d_model^-0.5, and no others.
-    If transformers multiplies those of an untied model, lm_head.weight gets the factor.
+    Plain T5 and T5X multiply the logits of a tied model (T5 1.0) by d_model^-0.5, and no
+    others (T5 1.1, FLAN-T5, mT5, UMT5). If transformers multiplies those of an untied
+    model, lm_head.weight gets the factor.
     In transformers 4, tie_word_embeddings means that the model is tied. In version 5,
     which counts here, it is the scale alone (mT5 never scales), unless
     scale_decoder_outputs says otherwise.

@@ -106,10 +106,12 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     and noise_span_to_unique_sentinel of t5 (Figure 2 of the paper shows another form).
     With the sentinels X and Y:
 
-        tokens      a b c d e f g
-        noise_mask  . . 1 1 . . 1
-        inputs      a b X   e f Y
-        targets       X c d   Y g
+        tokens       a b c d e f g
+        noise_mask   . . 1 1 . . 1
+        span_starts  . . 1 . . . 1
+        before_span  . 1 . . . 1 .
+        inputs       a b X   e f Y
+        targets        X c d   Y g
     """
     rows, length = tokens.shape
     noise, spans = noise_counts(length, data_cfg)
@@ -117,13 +119,14 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     removed = random_segmentation(noise, spans, rows, *seeds, length, 1)
     lengths = np.stack([kept, removed], axis=2).ravel()  # kept and removed in turn
     noise_mask = np.tile([False, True], rows * spans).repeat(lengths).reshape(rows, -1)
-    # A sentinel overwrites the first token of each removed span in the inputs, and the
-    # kept token before it in the targets. Rows begin with one, so np.roll may wrap around.
+    # In the inputs, a sentinel overwrites the first token of each removed span, and in the
+    # targets the kept token before it. No span starts a row, so np.roll may wrap around.
     span_starts = noise_mask & ~np.roll(noise_mask, 1, axis=1)
     before_span = np.roll(span_starts, -1, axis=1)
     sentinels = np.tile(first_sentinel - np.arange(spans), rows)
     inputs, targets = tokens.astype(np.int32), tokens.astype(np.int32)
-    inputs[span_starts] = targets[before_span] = sentinels
+    inputs[span_starts] = sentinels
+    targets[before_span] = sentinels
     inputs, targets = inputs[~noise_mask | span_starts], targets[noise_mask | before_span]
     return inputs.reshape(rows, -1), targets.reshape(rows, -1)
 

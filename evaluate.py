@@ -300,9 +300,14 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
                 f"{name} has a right and a wrong choice with equal token ids, perhaps as "
                 f"--data.targets_length cuts them: {[texts[i] for i in group]}."
             )
+    lengths = [len(targets) for _, targets in id_pairs]
+    labels = list(zip(indices, correct, weights, lengths))
+    choice_sets = {tuple(x.get("answer_choices", task.choices)) for x in examples}
+    num_classes = len(choice_sets.pop()) if len(choice_sets) == 1 else None
+    # Try the metrics before the work: a package may be missing.
+    rank_classification(labels, np.zeros(len(labels)), num_classes)
     pairs = itertools.starmap(infer.Request, id_pairs)
     scores = np.array(list(infer.process_examples(params, cfg, pairs, "score")))
-    lengths = [len(targets) for _, targets in id_pairs]
     ranked = scores / lengths if normalize else scores
     lines = []
     for group in groups:
@@ -315,9 +320,6 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
             "is_correct": correct[best],
         }
         lines.append(choices[group[0]] | line)
-    labels = zip(indices, correct, weights, lengths)
-    choice_sets = {tuple(x.get("answer_choices", task.choices)) for x in examples}
-    num_classes = len(choice_sets.pop()) if len(choice_sets) == 1 else None
     return rank_classification(labels, scores, num_classes, normalize), lines
 
 

@@ -250,7 +250,7 @@ def extend_beams(state: BeamState, log_probs: Array, t, *, decode_cfg) -> BeamSt
     scores, ids = lax.top_k(log_probs + state.scores[..., None], min(2 * N, V))
     width = scores.shape[-1]
     scores, top = lax.top_k(scores.reshape(B, -1), 2 * N)
-    parents = top // width
+    parents = top // width  # the beam that each of them extends
     ids = gather_beams(ids.reshape(B, -1), top)
     extended = gather_beams(state.ids, parents).at[:, :, t].set(ids)
     ends = ids == data.EOS
