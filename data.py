@@ -17,7 +17,6 @@ import io
 import itertools
 import json
 import os
-import platform
 import re
 import zlib
 from collections import Counter, deque
@@ -26,6 +25,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
+from platform import python_version
 from typing import Callable, Iterator, NamedTuple
 
 import fsspec
@@ -259,8 +259,7 @@ def source_files(source: str, split: str, cfg: Config) -> list[File]:
         return libraries.SOURCES[kind](name, split, cfg)
     if kind == "python":
         # Not in a thread, because Python 3.11 cannot parse files in two threads at once.
-        version = platform.python_version()
-        return [File(f"Python {version}", partial(iter, read_python()))]
+        return [File(f"Python {python_version()}", partial(iter, read_python()))]
     if kind not in READERS:
         kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
         raise UserError(f"{source!r} is not a source KIND:NAME. The kinds are {kinds}.")

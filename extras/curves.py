@@ -16,7 +16,7 @@ def write_plot(path: str, table: dict) -> None:
     names = sorted({name for row in table.values() for name in row})
     lines = {k: [*filter(re.compile(panels[k]).fullmatch, names)] for k in panels}
     drawn = {title: own for title, own in lines.items() if own}
-    figure = Figure(figsize=(8, 3 * len(drawn)), layout="tight")
+    figure = Figure(figsize=(8, 2.2 * len(drawn)), layout="tight")
     axes = figure.subplots(len(drawn), sharex=True, squeeze=False)[:, 0]
     for axis, (title, own) in zip(axes, drawn.items()):
         axis.set_ylabel(title)
