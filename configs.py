@@ -192,7 +192,8 @@ SIZES = {
     "xl": network(2048, 5120, 32, 24),
     "xxl": network(4096, 10240, 64, 24),
 }
-TINY = network(128, 256, 4, 1, vocab_size=2176, d_kv=32)  # learns most in a minute
+# learns most in a minute; 2176 is 2,000 pieces and 100 sentinels, rounded up to 17 * 128
+TINY = network(128, 256, 4, 1, vocab_size=2176, d_kv=32)
 TINY_DATA = DataConfig(vocab="train:2000", inputs_length=32, targets_length=8)
 TINY_TRAIN = TrainConfig(
     steps=1500, batch_size=64, learning_rate=0.08, warmup_steps=100, weight_decay=1e-3,
@@ -286,6 +287,7 @@ AT_MOST = {
 class Options:
     """The flags of all commands."""
 
+    # Its flags have no prefix: --train.steps, and not --cfg.train.steps.
     cfg: tyro.conf.FlagConversionOff[Annotated[Config, tyro.conf.arg(name="")]]
     # name of a recipe, or a Python file that defines CONFIG
     recipe: Annotated[str, tyro.conf.arg(name="config")] = ""

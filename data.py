@@ -743,7 +743,7 @@ class Batches(Iterator):
         rows = []
         used_rows = self.position["used_rows"]
         while True:
-            tasks = self.cursors.copy()
+            tasks = self.cursors.copy()  # where the next packed rows begin
             for row in list(zip(*self.pack_rows()))[used_rows:]:
                 rows.append(row)
                 used_rows += 1

@@ -95,7 +95,7 @@ def held_out_example(params, cfg: Config, batch: data.Batch, tokenizer) -> str:
     targets = batch.targets[0][batch.target_segments[0] == 1].tolist()
     ((outputs, _),) = infer.process_examples(params, cfg, [infer.Request(inputs)])
     if tokenizer.first_sentinel in inputs:
-        sides = [], targets, outputs[0]
+        sides = [], targets, outputs[0]  # [] leaves the gaps open
         texts = [infer.fill_blanks(inputs, ids, tokenizer) for ids in sides]
     else:
         texts = [tokenizer.decode(ids) for ids in (inputs, targets, outputs[0])]

@@ -402,7 +402,7 @@ def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
     padded = group + [group[-1]] * (rows - len(group))
     inputs, targets, indices, _ = zip(*padded)
     lengths = padded_length(inputs), padded_length(targets)
-    batch = data.fill_rows([[example] for example in padded], lengths)
+    batch = data.fill_rows([[request[:2]] for request in padded], lengths)
     # As in T5X, the id 0 is padding wherever it stands.
     batch = batch._replace(
         input_segments=np.int32(batch.inputs > 0),
