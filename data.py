@@ -631,7 +631,7 @@ def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iter
     """Yield the items of an endless iterator, `ahead` of which a thread computes."""
     futures = deque(thread.submit(next, iterator) for _ in range(ahead))
 
-    def items():  # a generator of its own, so that the thread starts before it is used
+    def items():  # If prefetch had a yield itself, the thread would start only later.
         while True:
             futures.append(thread.submit(next, iterator))
             yield futures.popleft().result()

@@ -83,7 +83,7 @@ def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, b
     cache, layers = [], []
     for i in range(arch.num_decoder_layers):
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
-        w = jax.tree.map(lambda w: w[i].astype(encoded.dtype), stack["layers"])
+        w = jax.tree.map(lambda x: x[i].astype(encoded.dtype), stack["layers"])
         w = model.gather_weights("decoder", w, arch)
         relative_bias = model.relative_bias_of(stack, w["self_attention"], arch)
         bias = model.position_bias(relative_bias, length, length, False, arch)

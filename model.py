@@ -215,7 +215,7 @@ def position_bias(
     """Return the bias [H, Q, K] that is added to the attention scores.
 
     relative_bias [H, R]: the learned bias of each head and bucket. Each layer computes
-    the bias again, so that devices sum a gradient [H, R], and not [H, Q, K].
+    the bias again: otherwise, devices would have to sum its gradient [H, Q, K].
     """
     relative_position = np.arange(K) - np.arange(Q)[:, None]
     bucket = relative_bucket(relative_position, bidirectional, arch)

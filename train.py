@@ -217,7 +217,7 @@ def train_step(
 ) -> tuple[TrainState, dict[str, Array]]:
     """Train on one batch, and return the new state and metrics.
 
-    The result depends only on the arguments, so that it does not matter if a run stops.
+    The result depends only on the arguments, so a run that resumes gets the same.
     """
     rng = None
     if cfg.model.dropout:
@@ -603,7 +603,7 @@ def parse_resumed(flags: Namespace, run_dir: str, argv: list[str] | None) -> Opt
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.parse_flags(options, argv)
     if configs.to_path(options.init_from) != configs.to_path(init_from):
-        raise UserError(f"{run_dir} began with other weights: name another --run_dir.")
+        raise UserError(f"{run_dir} has another --init_from: name another --run_dir.")
     configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
     return options
 
