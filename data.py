@@ -354,7 +354,7 @@ def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
             if (path := configs.run_dir_of(run) / name).exists():
                 vocab = str(path)
     if not (vocab or configs.VOCABULARY):
-        raise UserError(f"Copy the spiece.model of the model into {run}.")
+        raise UserError(f"Copy the model's spiece.model into {configs.run_dir_of(run)}.")
     kind, _, size = vocab.partition(":")
     if configs.VOCABULARY or not (kind == "train" or vocab.endswith(".model")):
         from extras import vocabularies
@@ -695,7 +695,7 @@ class Batches(Iterator):
             sizes += [[file.name.split("/")[-1], file.size] for file in task_files]
         files = zlib.crc32(json.dumps([self.rates, sizes]).encode())
         if self.position.setdefault("files_crc32", files) != files:
-            raise UserError("This run began with other training files, or other rates.")
+            raise UserError("This run began with other files, rates, or another Python.")
         self.batches = prefetch(self.make_batches(), maker, ahead=4)
 
     def __next__(self) -> Batch:

@@ -469,8 +469,10 @@ def save_metrics(
     kind = "training_eval" if mode == "loss" else "inference_eval"
     line = {f"{kind}/{name}/{metric}": value for metric, value in metrics.items()}
     path, content = folder / "metrics.jsonl", infer.to_json({"step": step, **line})
+    old = path.read_bytes() if path.exists() else b""
+    if old and not old.endswith(b"\n"):  # A killed command cut off its line.
+        content = b"\n" + content
     if configs.is_remote(path):  # An object in a bucket can only be written as a whole.
-        old = path.read_bytes() if path.exists() else b""
         configs.write_file(path, old + content)
     else:
         folder.mkdir(parents=True, exist_ok=True)

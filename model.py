@@ -15,8 +15,8 @@ Comments and einsums use these letters for the shapes:
     D d_model    H heads             C d_kv, channels of a head          F d_ff
     A H * C      V vocabulary        L layers            R buckets of relative positions
 
-Five functions are about devices and memory: constrain(x, ...) returns x, and
-resolve_auto(arch) arch; repeat_rows(bias, rows) adds the axis B to a bias; @on_each_device
+Five functions are about devices and memory: constrain(x, ...) returns x; resolve_auto
+replaces "auto" in arch; repeat_rows(bias, rows) adds the axis B to a bias; @on_each_device
 changes no result; apply_layers(layer, x, ...) is `for w in layers: x = layer(w, x, rng)`.
 
     >>> from configs import RECIPES
@@ -253,7 +253,7 @@ def dot_product_attention(
     row [B, H, Q, K], or None. impl: "kernel" computes the same in extras/, in less time.
     """
     if impl == "kernel":
-        # If you edit the equation below, delete these lines.
+        # If you edit the equation below, set has_kernel to False in resolve_auto.
         from extras import attention_kernel
 
         return attention_kernel.attend(q, k, v, mask, bias)

@@ -4,7 +4,7 @@ A run writes checkpoints, config.json and metrics.jsonl to its folder. To contin
 that was stopped or killed, run the same command again. On the same devices, the result is
 exactly that of a run that was never stopped.
 
-    python train.py                      train `tiny` in about a minute on a CPU
+    python train.py                      train `tiny` in a minute or two on a CPU
     python train.py --config small_c4    train T5 1.1 small on C4, on all local devices
 
 Example: the learning rate of T5 is constant for 10,000 steps, and then 1 / sqrt(step).
@@ -58,7 +58,9 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
     step = jnp.maximum(0.0, step - train_cfg.schedule_offset)
     warmup = train_cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
-    steps_per_cycle = train_cfg.steps_per_cycle or train_cfg.steps
+    steps_per_cycle = train_cfg.steps_per_cycle
+    if not steps_per_cycle:  # The cycle ends with training.
+        steps_per_cycle = train_cfg.steps - train_cfg.schedule_offset
     cycle = jnp.maximum(0.0, (step - warmup) / steps_per_cycle)
     factors = {
         "constant": train_cfg.learning_rate,
@@ -603,7 +605,10 @@ def parse_resumed(flags: Namespace, run_dir: str, argv: list[str] | None) -> Opt
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.parse_flags(options, argv)
     if configs.to_path(options.init_from) != configs.to_path(init_from):
-        raise UserError(f"{run_dir} has another --init_from: name another --run_dir.")
+        raise UserError(
+            f"{run_dir} began with {init_from or 'random weights'}: leave out --init_from, "
+            f"or name another --run_dir."
+        )
     configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
     return options
 
