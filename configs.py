@@ -103,7 +103,7 @@ class TrainConfig:
     schedule_offset: int = 0  # steps that the schedule does not count
     decay_factor: float = 0.5  # factor of decay_every, or slope of linear_decay
     steps_per_decay: int = 20_000  # period of decay_every
-    steps_per_cycle: int | None = None  # period of cosine_decay; None: train.steps
+    steps_per_cycle: int | None = None  # period of cosine_decay; None: until train.steps
     weight_decay: float = 0.0
     z_loss: float = 1e-4  # weight of (log Z)^2 in the loss
     label_smoothing: float = 0.0  # probability given to tokens other than the target

@@ -408,10 +408,9 @@ def set_output_layer(arrays: dict, config: dict, folder: Path) -> None:
 
     Plain T5 and T5X multiply the logits of a tied model (T5 1.0) by d_model^-0.5, and no
     others (T5 1.1, FLAN-T5, mT5, UMT5). If transformers multiplies those of an untied
-    model, lm_head.weight gets the factor.
-    In transformers 4, tie_word_embeddings means that the model is tied. In version 5,
-    which counts here, it is the scale alone (mT5 never scales), unless
-    scale_decoder_outputs says otherwise.
+    model, lm_head.weight gets the factor. In transformers 4, tie_word_embeddings means
+    that the model is tied. In version 5, which counts here, it is the scale alone (mT5
+    never scales), unless scale_decoder_outputs says otherwise.
     """
     embed, has_head = arrays["shared.weight"], "lm_head.weight" in arrays
     head = arrays.pop("lm_head.weight", embed)

@@ -111,6 +111,9 @@ def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
     monkeypatch.setattr(chunked_loss, "PART", 12)  # 3 parts of 3 targets on each device
     partition.set_mesh(fast, jax.devices()[:4])
     batch = partition.put_batch(jax.device_get(batch))
+    traced = jax.make_jaxpr(model.forward, static_argnums=2)(params, batch, fast.model)
+    # The self-attention of the encoder, and both attentions of the decoder.
+    assert str(traced).count("name=forward_kernel") == 3
     assert_close(loss_and_gradients(place(params, fast), batch, fast), expected)
     content = batch.targets > 5
     sums = evaluate.batch_sums(place(params, fast), batch, content, fast)
