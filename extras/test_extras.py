@@ -1102,6 +1102,28 @@ def test_scan_is_read_as_its_authors_publish_it(here):
     assert "\n    WALK\n" in run(f"{scan} --data.task scan_simple_test")
 
 
+def test_film_reviews_become_text_and_examples(here):
+    folders = "train/neg", "train/pos", "train/unsup", "test/neg", "test/pos"
+    for folder in folders:
+        Path("aclImdb", folder).mkdir(parents=True)
+        for i in range(600):
+            text = f"Film {i}<br />of {folder}."
+            Path(f"aclImdb/{folder}/{i}_1.txt").write_text(text)
+    runpy.run_path(f"{HERE}/examples/imdb.py", run_name="__main__")
+    reviews = Path("aclImdb/reviews.txt").read_text().splitlines()
+    assert len(reviews) == 1800 and "Film 7 of train/unsup." in reviews
+    assert not any("test" in review for review in reviews)
+    counts = {"train": 200, "validation": 1000, "test": 1200}
+    for split, count in counts.items():
+        lines = map(json.loads, open(f"aclImdb/{split}.jsonl"))
+        labels = [(line["text"].split("/")[-1], line["label"]) for line in lines]
+        assert len(labels) == count and set(labels) == {("neg.", 0), ("pos.", 1)}
+    show = f"data --config {HERE}/examples/imdb.py --show 20 --data.vocab bytes"
+    rows = run(f"{show} --model.vocab_size 384")
+    pairs = re.findall(r"review: Film .*/(...)\.\ntargets\n    (.*)", rows)
+    assert set(pairs) == {("neg", "negative"), ("pos", "positive")}
+
+
 def test_the_recipe_of_ul2_has_an_objective_of_its_own():
     rows = run(f"data --config {HERE}/examples/ul2.py --show 40").split("inputs\n    ")
     for mode in ("[NLU]", "[NLG]", "[S2S]"):
