@@ -58,8 +58,8 @@ class ModelConfig:
     dropout: float = 0.0  # dropped fraction: 0 to pretrain T5 1.1, 0.1 to fine-tune
     # number type of the activations; auto is float32 on a CPU, else bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # what the forward pass keeps: products of activations with weights (dots), everything
-    # (none), or the outputs of attention kernels alone (full); the rest is computed twice
+    # rematerialization: what the backward pass computes again. none: nothing; dots: all but
+    # products of activations and weights; full: all but the outputs of attention kernels
     remat: Literal["dots", "none", "full"] = "dots"
     # xla is the code of model.py; auto is a kernel of extras/ on a TPU or GPU, else xla
     attention_impl: Literal["auto", "xla", "kernel"] = "auto"
@@ -91,7 +91,7 @@ class TrainConfig:
     """Training, evaluation and checkpoints. A period of 0 steps means never."""
 
     steps: int = 10_000  # last step
-    start_step: int = 0  # steps before the first one, such as 1000000 of T5's weights
+    start_step: int = 0  # where a new run starts, such as 1000000 after T5's weights
     # what --init_from loads: the weights, or also the optimizer's state and the step
     restore: Literal["params", "all"] = "params"
     batch_size: int = 128  # rows in a batch, over all devices
@@ -401,7 +401,8 @@ def load_run_and_tasks(run_dir: str, recipe: str = "") -> tuple[Config, dict]:
     own_recipe = to_path(run_dir) / "recipe.py"
     files = [str(own_recipe)] if own_recipe.exists() else []
     if recipe.endswith(".py"):
-        sys.path.insert(0, str(Path(recipe).resolve().parent))  # for its copy, too
+        # The copy in the run may import neighbors of the original.
+        sys.path.insert(0, str(Path(recipe).resolve().parent))
         files.append(recipe)
     for file in files:
         load_recipe(file)

@@ -205,6 +205,7 @@ def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.n
     plain["opt_state/0/count"] = np.int32(step)
     for path, layer, name, _ in all_foreign_names(arch):
         for slot in ("m", "v", "v_row", "v_col"):  # m: of a momentum
+            # Like optax, use an array of size 1 for a slot that a parameter has not.
             array = slots.get(f"{name}/{slot}", np.zeros(1))
             part = plain.get(f"opt_state/0/{slot}/{path}", np.zeros(1))
             if part.shape != (1,):
@@ -268,7 +269,7 @@ def read_mesh_tensorflow(prefix: Path) -> dict:
 
 
 # What the weights do not show, and where a Gin file of T5X or Mesh TensorFlow states it.
-GIN = {
+GIN_PATTERNS = {
     "activation": r"(?:mlp_activations|DenseReluDense\.activation) = (.*)",
     "relative_max_distance": r"RelativePositionBiases\.max_distance = ([^%\s]\S*)",
     "dropout": r"(?:T5Config\.dropout_rate|\bDROPOUT_RATE) = ([^%\s]\S*)",
@@ -284,7 +285,7 @@ def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
     text = "\n".join(file.read_text() for file in reversed(files) if file.is_file())
     text = re.sub(" *#.*", "", text)
     stated = {}
-    for field, pattern in GIN.items():
+    for field, pattern in GIN_PATTERNS.items():
         if values := re.findall(pattern, text):
             stated[field] = type(getattr(arch, field))(values[-1])
     if "activation" in stated:  # such as "('gelu', 'linear')"
@@ -292,7 +293,9 @@ def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
         stated["activation"] = f"gated_{kind}" if linear == ["linear"] else kind
         if stated["activation"] not in HF_ACTIVATIONS.values():
             raise UserError(f"{folders[0]}: plain T5 has no activation {kind}.")
-    if assumed := [f"{name} {getattr(arch, name)}" for name in GIN if name not in stated]:
+    if assumed := [
+        f"{name} {getattr(arch, name)}" for name in GIN_PATTERNS if name not in stated
+    ]:
         print(f"No Gin file states the model's {', '.join(assumed)}: they are assumed.")
     return replace(arch, **stated)
 
@@ -302,7 +305,7 @@ def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
 
 def with_t5x_names(arrays: dict) -> dict:
     """Replace the names of Hugging Face by those of T5X. Unknown names stay."""
-    depth = len(arrays)  # more layers than there are: the other names are not used
+    depth = len(arrays)  # at least the number of layers; names of others are not used
     bias = foreign_names("encoder/layers/attention/relative_bias", 1)[1]
     arch = ModelConfig(
         num_layers=depth,

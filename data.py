@@ -139,8 +139,8 @@ def span_corruption(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list
     examples = [None] * len(chunks)
     lengths = np.array([len(ids) for ids in chunks])
     for length in np.unique(lengths).tolist():
-        here = np.flatnonzero(lengths == length)
-        tokens = np.stack([chunks[i] for i in here])
+        same_length = np.flatnonzero(lengths == length)
+        tokens = np.stack([chunks[i] for i in same_length])
         noise, spans = noise_counts(length, data_cfg)
         inputs, targets = length - noise + spans + 1, noise + spans + 1
         too_long = inputs > data_cfg.inputs_length or targets > data_cfg.targets_length
@@ -151,7 +151,7 @@ def span_corruption(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list
                 f"--data.mean_span_length, or use the task prefix_lm."
             )
         sides = corrupt_spans(tokens, tokenizer.first_sentinel, data_cfg, *seeds)
-        for i, example in zip(here, zip(*sides)):
+        for i, example in zip(same_length, zip(*sides)):
             examples[i] = example
     return examples
 
@@ -250,7 +250,7 @@ def find_files(pattern: str) -> list[tuple[str, int]]:
 
 
 def source_files(source: str, split: str, cfg: Config) -> list[File]:
-    """Return the files of a source, such as text:books/{split}.txt or python:."""
+    """Return the files of a source, such as python: and text:books/{split}.txt."""
     kind, _, name = source.partition(":")
     filled = name.replace("{split}", split)
     if kind in ("hf", "tfds", "seqio", "random", "numbers"):
@@ -374,15 +374,15 @@ def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
 
 def train_vocabulary(cfg: Config, size: int) -> bytes:
     """Train a SentencePiece model on the beginning of the training texts."""
-    lines, missing = [], 1 << 27  # characters that are still to be read
+    lines, remaining = [], 1 << 27  # characters that are still to be read
     readers = [read_task(name, "train", cfg) for name in train_tasks(cfg)]
     in_turn = itertools.zip_longest(*readers, fillvalue={})
     for fields in itertools.chain.from_iterable(in_turn):
         for name in ("text", "inputs", "targets"):
             text = fields.get(name, "")
             lines += re.findall(".{1,4000}", text)  # SentencePiece skips longer lines
-            missing -= len(text)
-        if missing < 0:
+            remaining -= len(text)
+        if remaining < 0:
             break
     print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
     output = io.BytesIO()
@@ -504,7 +504,7 @@ def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
 
 
 def cut_into_chunks(tokenized: list, task: Task, data_cfg: DataConfig) -> list:
-    """Cut the ids of texts into chunks. A pair is a chunk already."""
+    """Cut the ids of texts into chunks. The pairs of a task without objective stay."""
     if not task.objective:
         return tokenized
     if task.objective.joins and tokenized:
@@ -615,12 +615,12 @@ def read_windows(task, files, tokenizer, cfg, size: int, cursor=Cursor()) -> Ite
     for epoch in itertools.count(cursor.epoch):
         records = read_documents(files, task, cfg, (cursor.file, cursor.record))
         while cursor.epoch == epoch:
-            window, missing = [], size
+            window, remaining = [], size
             cursor = Cursor(epoch + 1)  # if the records end before the window is full
             for documents, end, characters in records:
                 window += documents
-                missing -= characters
-                if missing <= 0:
+                remaining -= characters
+                if remaining <= 0:
                     cursor = Cursor(epoch, *end)
                     break
             tokenized = tokenize(window, task, tokenizer)
@@ -696,7 +696,8 @@ class Batches(Iterator):
         files = zlib.crc32(json.dumps([self.rates, sizes]).encode())
         if self.position.setdefault("files_crc32", files) != files:
             raise UserError("This run began with other files, rates, or another Python.")
-        self.batches = prefetch(self.make_batches(), maker, ahead=4)
+        # A GPU may need 10 batches while the examples of the next window are made.
+        self.batches = prefetch(self.make_batches(), maker, ahead=16)
 
     def __next__(self) -> Batch:
         batch, self.position = next(self.batches)
@@ -760,7 +761,7 @@ def batches_of_split(
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
     chunks = []
-    for window, next_window in read_windows(task, files, tokenizer, cfg, 1 << 18):
+    for window, next_window in read_windows(task, files, tokenizer, cfg, size=1 << 18):
         chunks += window
         if next_window.epoch or (limit and len(chunks) >= limit):
             break

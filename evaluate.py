@@ -40,8 +40,8 @@ def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> tupl
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
     x = model.encode_and_decode(params, batch, cfg.model)
 
-    def sums(counts, cfg):
-        weights = counts.astype("float32")
+    def sums(is_counted, cfg):
+        weights = is_counted.astype("float32")
         return model.loss_sums(params, x, batch.targets, weights, cfg)[1]
 
     unsmoothed = replace(cfg, train=replace(cfg.train, label_smoothing=0.0))

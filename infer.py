@@ -72,7 +72,7 @@ def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> 
     return model.dot_product_attention(q, k, v, mask, bias)[:, :, :N]
 
 
-def init_decoder(params: dict, encoded: Array, length: int, arch: ModelConfig, beams=1):
+def init_cache(params: dict, encoded: Array, length: int, arch: ModelConfig, beams=1):
     """Return two lists with an item for each decoder layer: (cache, layers).
 
     An item of the cache is [keys, values], both [B, H, length * beams, C]. An item of
@@ -121,7 +121,7 @@ def decode_step(
         bias = lax.dynamic_slice_in_dim(bias, t, 1, axis=1)
         bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
 
-        def attend(q, k, v):
+        def attend(q, k, v):  # which decoder_layer calls with the newest keys and values
             old_and_new = zip(cache[i], (k, v))
             cache[i] = [write(old, new, t * N, axis=2) for old, new in old_and_new]
             return attend_few_queries(q, *cache[i], mask, bias)
@@ -321,7 +321,7 @@ def generate(
         state, result = start_outputs(B, N, length), sorted_outputs
         extend = functools.partial(append_ids, decode_cfg=decode_cfg, rngs=rngs)
     encoded = model.encode(params, inputs, input_segments, arch)
-    cache, layers = init_decoder(params, encoded, length, arch, N)
+    cache, layers = init_cache(params, encoded, length, arch, N)
 
     def unfinished(carry):
         t, state, _ = carry
@@ -581,7 +581,7 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     if os.path.exists(options.output):
         raise UserError(f"{options.output} exists already: name another --output.")
     examples = read_input(options, tokenizer)
-    file, done = None, 0
+    file, done = None, 0  # Only process 0 writes.
     if partition.is_main_process():
         digest = job_digest(options, step, tokenizer)
         file = partition.open_locked(f"{options.output}.{digest}.partial", "a+b")

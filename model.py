@@ -15,9 +15,10 @@ Comments and einsums use these letters for the shapes:
     D d_model    H heads             C d_kv, channels of a head          F d_ff
     A H * C      V vocabulary        L layers            R buckets of relative positions
 
-Five functions are about devices and memory: constrain(x, ...) returns x; resolve_auto
-replaces "auto" in arch; repeat_rows(bias, rows) adds the axis B to a bias; @on_each_device
-changes no result; apply_layers(layer, x, ...) is `for w in layers: x = layer(w, x, rng)`.
+Some functions are about devices and memory: constrain(x, ...) returns x; dense(x, w) is
+x @ w; repeat_rows(bias, rows) adds the axis B to a bias; attention_function(arch) returns
+dot_product_attention; @on_each_device changes no result; resolve_auto replaces "auto" in
+arch; apply_layers(layer, x, ...) is `for w in layers: x = layer(w, x, rng)`.
 
     >>> from configs import RECIPES
     >>> count_params(param_table(RECIPES["small_c4"].model))
@@ -144,23 +145,14 @@ def dropout(x: Array, rate: float, rng, broadcast_axis: int | None = 1) -> Array
 
     T5 has dropout at both ends of encoder and decoder, on the probabilities of attention,
     in the MLP, and before residual additions. The mask has size 1 on the broadcast_axis:
-    T5 drops a channel at all positions of a row. With None, it drops single entries, as
-    of the encoder's output.
+    T5 drops a channel at all positions of a row. With None, each entry is drawn alone,
+    which T5X does only after the last norm of the encoder.
     """
     if rng is None or rate == 0:
         return x
     shape = [1 if i == broadcast_axis else size for i, size in enumerate(x.shape)]
     keep = jax.random.bernoulli(rng, 1 - rate, shape)
     return x * (keep.astype(x.dtype) / (1 - rate))
-
-
-def dense(x: Array, w: Array) -> Array:
-    """Multiply activations [B, Q, inputs] by a weight matrix [inputs, outputs]."""
-    if partition.platform() == "cpu":
-        # With batch and length in one axis, the gradient of w is a plain matmul, which is
-        # fast on a CPU. A TPU would have to copy the activations.
-        return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
-    return x @ w
 
 
 def split_rng(rng, n: int):
@@ -173,8 +165,7 @@ def split_rng(rng, n: int):
 #   make_attend               returns it
 #     position_bias           looks up a learned bias for the bucket of each distance
 #     dot_product_attention   softmax(q k^T + bias) v
-#   attention                 normalizes, projects to heads, attends, projects back
-#   mlp                       normalizes, and applies the MLP
+#   attention                 projects to heads, attends, projects back
 
 KV = tuple[Array, Array]  # the keys and values of all heads, both [B, H, K, C]
 
@@ -215,7 +206,7 @@ def position_bias(
     """Return the bias [H, Q, K] that is added to the attention scores.
 
     relative_bias [H, R]: the learned bias of each head and bucket. Each layer computes
-    the bias again: otherwise, devices would have to sum its gradient [H, Q, K].
+    the bias again. So devices that share a batch sum gradients [H, R], and not [H, Q, K].
     """
     relative_position = np.arange(K) - np.arange(Q)[:, None]
     bucket = relative_bucket(relative_position, bidirectional, arch)
@@ -234,32 +225,23 @@ def attention_mask(query_segments: Array, key_segments: Array, causal=False) -> 
     mask = query_segments[:, None, :, None] == key_segments[:, None, None, :]
     if causal:
         mask &= np.tri(*mask.shape[2:], dtype=bool)
-    # int8, which the TPU's kernel needs: cast once, and not in each layer
+    # bool would do, but the TPU's kernel needs int8. Cast here, and not in each layer.
     return mask.astype(jnp.int8)
 
 
 def dot_product_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    mask: Array,
-    bias: Array | None = None,
-    impl: str = "xla",
+    q: Array, k: Array, v: Array, mask: Array, bias: Array | None = None
 ) -> Array:
     """Compute softmax(q k^T + bias) v for all heads, with a softmax in float32.
 
     The scores are not divided by sqrt(C): param_table scales the query weights instead.
-    q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K], or for each
-    row [B, H, Q, K], or None. impl: "kernel" computes the same in extras/, in less time.
+    q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K] or None.
+    On a TPU or GPU, a kernel of extras/ computes the same. If you edit this function, set
+    has_kernel in resolve_auto to False.
     """
-    if impl == "kernel":
-        # If you edit the equation below, set has_kernel to False in resolve_auto.
-        from extras import attention_kernel
-
-        return attention_kernel.attend(q, k, v, mask, bias)
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
-        scores += bias
+        scores += repeat_rows(bias, len(q))
     # Not -inf: where all keys are masked, which is padding, a softmax would be NaN.
     probs = jax.nn.softmax(jnp.where(mask, scores, -1e10), axis=-1)
     return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
@@ -276,12 +258,10 @@ def make_attend(
     # Each device gets its part of the arguments, so mask and relative_bias are among them.
     @on_each_device
     def attend(q, k, v, mask, relative_bias):
-        impl, bias = resolve_auto(arch).attention_impl, None
+        bias = None
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
-            if impl == "xla":
-                bias = repeat_rows(bias, len(q))
-        return dot_product_attention(q, k, v, mask, bias, impl)
+        return attention_function(arch)(q, k, v, mask, bias)
 
     return lambda q, k, v: attend(q, k, v, mask, relative_bias)
 
@@ -300,13 +280,12 @@ def keys_values(w: dict, x: Array, arch: ModelConfig) -> KV:
 def attention(
     w: dict, x: Array, attend: Callable, arch: ModelConfig, rng=None, kv: KV | None = None
 ) -> Array:
-    """Normalize activations x [B, Q, D], and compute multi-head attention.
+    """Compute multi-head attention for normalized activations x [B, Q, D].
 
     attend: a function (q, k, v), such as those that `make_attend` returns.
     kv: in cross-attention, the keys and values of the encoder's output.
     """
     rng_probs, rng_out = split_rng(rng, 2)
-    x = rms_norm(x, w["norm"])
     k, v = kv or keys_values(w, x, arch)
     q = split_heads(dense(x, w["query"]), arch)
     # T5 drops a key for all queries of a head at once. Setting the value of this key to
@@ -317,9 +296,8 @@ def attention(
 
 
 def mlp(w: dict, x: Array, arch: ModelConfig, rng=None) -> Array:
-    """Normalize x. Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down."""
+    """Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down."""
     rng_hidden, rng_out = split_rng(rng, 2)
-    x = rms_norm(x, w["norm"])
     # Like T5X, jax.nn.gelu computes the tanh approximation of GELU.
     activation = getattr(jax.nn, arch.activation.removeprefix("gated_"))
     up = dense(x, w["up"])
@@ -342,8 +320,10 @@ def embed_tokens(params: dict, ids: Array, arch: ModelConfig, rng=None) -> Array
 def encoder_layer(w: dict, x: Array, attend, arch: ModelConfig, rng=None) -> Array:
     """Apply self-attention and MLP to activations [B, S, D]."""
     rng_self, rng_mlp = split_rng(rng, 2)
-    x += attention(w["attention"], x, attend, arch, rng_self)
-    return x + mlp(w["mlp"], x, arch, rng_mlp)
+    h = rms_norm(x, w["attention"]["norm"])
+    x += attention(w["attention"], h, attend, arch, rng_self)
+    h = rms_norm(x, w["mlp"]["norm"])
+    return x + mlp(w["mlp"], h, arch, rng_mlp)
 
 
 def encode(
@@ -376,9 +356,12 @@ def decoder_layer(
     the keys and values of earlier tokens.
     """
     rng_self, rng_cross, rng_mlp = split_rng(rng, 3)
-    x += attention(w["self_attention"], x, attend, arch, rng_self)
-    x += attention(w["cross_attention"], x, cross_attend, arch, rng_cross, cross_kv)
-    return x + mlp(w["mlp"], x, arch, rng_mlp)
+    h = rms_norm(x, w["self_attention"]["norm"])
+    x += attention(w["self_attention"], h, attend, arch, rng_self)
+    h = rms_norm(x, w["cross_attention"]["norm"])
+    x += attention(w["cross_attention"], h, cross_attend, arch, rng_cross, cross_kv)
+    h = rms_norm(x, w["mlp"]["norm"])
+    return x + mlp(w["mlp"], h, arch, rng_mlp)
 
 
 def decode(params: dict, batch, encoded: Array, arch: ModelConfig, rng=None) -> Array:
@@ -460,7 +443,7 @@ def cross_entropy(
         loss = log_z - (on - off) * target_logit - off * all_logits - entropy
     # An argmax would be another pass over the logits.
     is_largest = target_logit == jnp.max(logits, axis=-1)
-    # If all logits are equal, each is the largest, but nothing is predicted.
+    # Equal logits are all the largest, but predict nothing: log p(target) is -log V then.
     all_equal = target_logit - log_z < 1e-3 - math.log(V)
     return {
         "cross_ent_loss": loss,
@@ -528,6 +511,24 @@ def resolve_auto(arch: ModelConfig) -> ModelConfig:
         "loss_impl": "chunked" if configs.HAS_EXTRAS and chunks else "full",
     }
     return replace(arch, **{k: v for k, v in best.items() if getattr(arch, k) == "auto"})
+
+
+def dense(x: Array, w: Array) -> Array:
+    """Multiply activations [B, Q, inputs] by a weight matrix [inputs, outputs]."""
+    if partition.platform() == "cpu":
+        # With batch and length in one axis, the gradient of w is a plain matmul, which is
+        # fast on a CPU. A TPU would have to copy the activations.
+        return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
+    return x @ w
+
+
+def attention_function(arch: ModelConfig) -> Callable:
+    """Return dot_product_attention, or a kernel that computes the same in less time."""
+    if resolve_auto(arch).attention_impl == "xla":
+        return dot_product_attention
+    from extras import attention_kernel
+
+    return attention_kernel.attend
 
 
 def repeat_rows(bias: Array, rows: int) -> Array:

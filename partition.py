@@ -183,7 +183,7 @@ def lock(run_dir: Path):
 # without this file is not a checkpoint.
 
 
-def shard_file(folder: Path, process: int, processes: int) -> Path:
+def shard_path(folder: Path, process: int, processes: int) -> Path:
     return folder / f"shards-{process:05}-of-{processes:05}.msgpack"
 
 
@@ -230,7 +230,7 @@ def read_headers(folder: Path) -> tuple[dict[str, list], Any]:
     headers = {}
     count = int((folder / "complete").read_text())
     for process in range(count):
-        path = shard_file(folder, process, count)
+        path = shard_path(folder, process, count)
         with path.open("rb") as file:
             unpacker = msgpack.Unpacker(file)
             try:
@@ -330,12 +330,12 @@ class Checkpoints:
         folder = self.path(step)
         count = jax.process_count()
         folder.mkdir(parents=True, exist_ok=True)
-        path = shard_file(folder, jax.process_index(), count)
+        path = shard_path(folder, jax.process_index(), count)
         write_shards(path, arrays, data_position)
         multihost_utils.sync_global_devices(f"shards of step {step}")
         if is_main_process():
             for process in range(count):  # An error here: not all see the same folder.
-                shard_file(folder, process, count).stat()
+                shard_path(folder, process, count).stat()
             configs.write_file(folder / "complete", str(count))
             self.remove_old()
 

@@ -238,7 +238,7 @@ def test_lesson_model_stacked_layers_equal_a_loop(remat):
     start = jax.random.normal(jax.random.key(0), (2, 5, cfg.d_model))
 
     def layer(w, x, key):
-        return x + model.mlp(w["mlp"], x, cfg)
+        return x + model.mlp(w["mlp"], model.rms_norm(x, w["mlp"]["norm"]), cfg)
 
     def loop(params, x):
         for i in range(cfg.num_layers):
@@ -540,7 +540,7 @@ def test_lesson_infer_cached_decoding_equals_uncached_decoding(per_layer_bias):
     @jax.jit
     def start(params, batch):
         encoded = model.encode(params, batch.inputs, batch.input_segments, cfg.model)
-        return infer.init_decoder(params, encoded, 9, cfg.model)
+        return infer.init_cache(params, encoded, 9, cfg.model)
 
     decode_step = jax.jit(infer.decode_step, static_argnums=1)
     cache, layers = start(params, batch)
@@ -3560,8 +3560,8 @@ def test_gin_files_state_what_weights_do_not_show(text, expected, tmp_path, caps
     (tmp_path / "operative_config.gin").write_text(text)
     assert convert.with_gin(m, [inner, tmp_path]) == replace(m, **expected)
     printed = capsys.readouterr().out  # what is assumed
-    assumed = {name for name in convert.GIN if name in printed}
-    assert assumed == convert.GIN.keys() - expected
+    assumed = {name for name in convert.GIN_PATTERNS if name in printed}
+    assert assumed == convert.GIN_PATTERNS.keys() - expected
     (inner / "config.gin").write_text(
         "RelativePositionBiases.max_distance = 9\nT5Config.dropout_rate = 0.5\n"
         "mlp_activations = ('silu',)"

@@ -151,30 +151,10 @@ class TrainState(NamedTuple):
 def init_state(cfg: Config) -> TrainState:
     """Return the state of a new run, with random parameters."""
     params = model.init_params(cfg.model, jax.random.key(cfg.train.seed))
-    # The state does not depend on the rate. Each step makes an optimizer with its own.
+    # A rate of 0: train_step makes an optimizer with the rate of its step, and the state
+    # does not depend on it.
     opt_state = OPTIMIZERS[cfg.train.optimizer](0.0, cfg.train).init(params)
     return TrainState(jnp.int32(cfg.train.start_step), params, opt_state)
-
-
-def abstract_state(cfg: Config) -> TrainState:
-    """Return the shapes and shardings of a TrainState, without creating arrays.
-
-    An array of the optimizer with the name and shape of a parameter is split like it. All
-    others, such as the means R and C of Adafactor, are small: every device has a copy.
-    """
-    params = partition.flatten(model.param_table(cfg.model))
-
-    def with_sharding(path, a):
-        name = keystr(path, simple=True, separator="/")
-        axes = ()
-        for param, p in params.items():
-            if name.endswith(f"/{param}") and a.shape == p.shape:
-                axes = p.axes
-        sharding = partition.spec(axes, cfg.mesh.fsdp)  # on the current mesh
-        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
-
-    shapes = jax.eval_shape(partial(init_state, cfg))
-    return jax.tree.map_with_path(with_sharding, shapes)
 
 
 def accumulate_gradients(
@@ -187,7 +167,7 @@ def accumulate_gradients(
     by train.loss_normalizing_factor.
     Returns the gradients, and the sums of model.loss_fn.
     """
-    tokens = jnp.sum(batch.target_segments > 0)
+    tokens = jnp.sum(batch.target_segments > 0)  # those that count in model.loss_fn
     divisor = cfg.train.loss_normalizing_factor or jnp.maximum(tokens, 1.0)
 
     def loss(params, microbatch, rng):
@@ -238,36 +218,6 @@ def train_step(
         "non_padding_fraction/targets": jnp.mean(batch.target_segments > 0),
     }
     return TrainState(state.step + 1, params, opt_state), metrics
-
-
-def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]:
-    """Return the abstract state, and the training step, lowered for the compiler."""
-    rows = cfg.train.batch_size
-    microbatches, devices = cfg.train.microbatches, mesh.shape["data"]
-    if rows % (microbatches * devices):
-        raise UserError(
-            f"--train.batch_size {rows} cannot be split into {microbatches} microbatches "
-            f"with equal parts for {devices} devices (or groups of --mesh.model devices)."
-        )
-
-    def ids(length):
-        return jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=P("data"))
-
-    inputs, targets = ids(cfg.data.inputs_length), ids(cfg.data.targets_length)
-    batch = data.Batch(inputs, inputs, targets, targets, targets)
-    state = abstract_state(cfg)
-    compiler_options = {}
-    if configs.HAS_EXTRAS and partition.platform() == "tpu":
-        from extras import tpu_options
-
-        compiler_options = tpu_options.compiler_options()
-    jitted_step = jax.jit(
-        partial(train_step, cfg),
-        donate_argnums=0,  # The new state overwrites the memory of the old state.
-        out_shardings=(jax.tree.map(lambda a: a.sharding, state), None),
-        compiler_options=compiler_options,
-    )
-    return state, jitted_step.lower(state, batch)
 
 
 # ---- the training loop -----------------------------------------------------------------
@@ -492,6 +442,57 @@ class Evaluator:
 
 
 # ---- the start of a run ----------------------------------------------------------------
+
+
+def abstract_state(cfg: Config) -> TrainState:
+    """Return the shapes and shardings of a TrainState, without creating arrays.
+
+    An array of the optimizer with the name and shape of a parameter is split like it. All
+    others, such as the means R and C of Adafactor, are small: every device has a copy.
+    """
+    params = partition.flatten(model.param_table(cfg.model))
+
+    def with_sharding(path, a):
+        name = keystr(path, simple=True, separator="/")
+        axes = ()
+        for param, p in params.items():
+            if name.endswith(f"/{param}") and a.shape == p.shape:
+                axes = p.axes
+        sharding = partition.spec(axes, cfg.mesh.fsdp)  # on the current mesh
+        return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
+
+    shapes = jax.eval_shape(partial(init_state, cfg))
+    return jax.tree.map_with_path(with_sharding, shapes)
+
+
+def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]:
+    """Return the abstract state, and the training step, lowered for the compiler."""
+    rows = cfg.train.batch_size
+    microbatches, devices = cfg.train.microbatches, mesh.shape["data"]
+    if rows % (microbatches * devices):
+        raise UserError(
+            f"--train.batch_size {rows} cannot be split into {microbatches} microbatches "
+            f"with equal parts for {devices} devices (or groups of --mesh.model devices)."
+        )
+
+    def ids(length):
+        return jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=P("data"))
+
+    inputs, targets = ids(cfg.data.inputs_length), ids(cfg.data.targets_length)
+    batch = data.Batch(inputs, inputs, targets, targets, targets)
+    state = abstract_state(cfg)
+    compiler_options = {}
+    if configs.HAS_EXTRAS and partition.platform() == "tpu":
+        from extras import tpu_options
+
+        compiler_options = tpu_options.compiler_options()
+    jitted_step = jax.jit(
+        partial(train_step, cfg),
+        donate_argnums=0,  # The new state overwrites the memory of the old state.
+        out_shardings=(jax.tree.map(lambda a: a.sharding, state), None),
+        compiler_options=compiler_options,
+    )
+    return state, jitted_step.lower(state, batch)
 
 
 def load_state(
