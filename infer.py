@@ -18,6 +18,7 @@ T maximum number of generated ids, H heads, C channels of a head, K keys, V voca
 import functools
 import itertools
 import json
+import math
 import os
 import re
 import sys
@@ -46,10 +47,16 @@ from partition import constrain
 #   append_ids or extend_beams    chooses an id for each output, or the best beams
 #   sorted_outputs, beam_outputs  put the best outputs first, in the end
 #
-# At first, read N as 1, and `ancestors` as None.
+# Without a cache, greedy decoding of a text would be
 #
-# model.forward could compute the next id from all earlier ones, again and again. With a
-# cache of keys and values, each position is computed only once.
+#     ids = []
+#     while data.EOS not in ids:
+#         batch = data.fill_rows([[(inputs, ids + [data.PAD])]], (S, T))
+#         logits = model.forward(params, batch, arch)[0, len(ids)]
+#         ids.append(int(logits.argmax()))
+#
+# which computes all earlier positions again and again. With a cache of keys and values,
+# each is computed only once. At first, read N as 1, and `ancestors` as None.
 #
 # The N beams of an example share a cache (N is 1 in greedy decoding): the key of position
 # t of beam m is at index t * N + m. A mask hides the keys of other beams. When beam
@@ -398,7 +405,7 @@ def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
     # not need more decoding steps than that example. zip drops their results.
     rows = min(cfg.decode.batch_size, 1 << (len(group) - 1).bit_length())
     parts = jax.sharding.get_mesh().shape["data"]
-    rows = -(-rows // parts) * parts
+    rows = math.ceil(rows / parts) * parts
     padded = group + [group[-1]] * (rows - len(group))
     inputs, targets, indices, _ = zip(*padded)
     lengths = padded_length(inputs), padded_length(targets)
@@ -429,7 +436,7 @@ def padded_length(sequences: list) -> int:
     """Round up the longest length. Few different lengths mean few compilations."""
     longest = max(16, *map(len, sequences))
     multiple = min(512, 1 << (longest - 1).bit_length())
-    return -(-longest // multiple) * multiple
+    return math.ceil(longest / multiple) * multiple
 
 
 def cut_at_eos(ids: Iterable) -> list[int]:
