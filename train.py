@@ -586,6 +586,16 @@ class Options(configs.Options):
     init_from: str = ""
 
 
+# The settings of a run come from
+#
+#     --run_dir has      settings                      other flags
+#     a checkpoint       those of the run              must agree, but for configs.CHANGEABLE
+#     config.json alone  those of the run or --config  change settings
+#     nothing            those of --config             change settings
+#
+# The last two take the network and the vocabulary of --init_from, if it is given.
+
+
 def parse(argv: list[str] | None = None) -> Options:
     """Parse the flags, which change the settings of a run or of a recipe."""
     flags = configs.location_flags(argv)
