@@ -59,7 +59,7 @@ class ModelConfig:
     # number type of the activations; auto is float32 on a CPU, else bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # rematerialization: what the backward pass computes again. none: nothing; dots: all but
-    # products of activations and weights; full: all but the outputs of attention kernels
+    # matmuls without a batch axis and attention kernels; full: all but attention kernels
     remat: Literal["dots", "none", "full"] = "dots"
     # xla is the code of model.py; auto is a kernel of extras/ on a TPU or GPU, else xla
     attention_impl: Literal["auto", "xla", "kernel"] = "auto"

@@ -205,7 +205,7 @@ def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.n
     plain["opt_state/0/count"] = np.int32(step)
     for path, layer, name, _ in all_foreign_names(arch):
         for slot in ("m", "v", "v_row", "v_col"):  # m: of a momentum
-            # Like optax, use an array of size 1 for a slot that a parameter has not.
+            # Like optax, use an array of size 1 for a slot that a parameter does not have.
             array = slots.get(f"{name}/{slot}", np.zeros(1))
             part = plain.get(f"opt_state/0/{slot}/{path}", np.zeros(1))
             if part.shape != (1,):
@@ -305,7 +305,7 @@ def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
 
 def with_t5x_names(arrays: dict) -> dict:
     """Replace the names of Hugging Face by those of T5X. Unknown names stay."""
-    depth = len(arrays)  # at least the number of layers; names of others are not used
+    depth = len(arrays)  # an upper bound of the layers: unused names do no harm
     bias = foreign_names("encoder/layers/attention/relative_bias", 1)[1]
     arch = ModelConfig(
         num_layers=depth,

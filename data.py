@@ -504,7 +504,7 @@ def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
 
 
 def cut_into_chunks(tokenized: list, task: Task, data_cfg: DataConfig) -> list:
-    """Cut the ids of texts into chunks. The pairs of a task without objective stay."""
+    """Cut the ids of texts into chunks. Without an objective, return the pairs."""
     if not task.objective:
         return tokenized
     if task.objective.joins and tokenized:

@@ -15,10 +15,10 @@ Comments and einsums use these letters for the shapes:
     D d_model    H heads             C d_kv, channels of a head          F d_ff
     A H * C      V vocabulary        L layers            R buckets of relative positions
 
-Some functions are about devices and memory: constrain(x, ...) returns x; dense(x, w) is
-x @ w; repeat_rows(bias, rows) adds the axis B to a bias; attention_function(arch) returns
-dot_product_attention; @on_each_device changes no result; resolve_auto replaces "auto" in
-arch; apply_layers(layer, x, ...) is `for w in layers: x = layer(w, x, rng)`.
+To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w,
+repeat_rows(bias, rows) as the bias, attention_function(arch) as dot_product_attention, and
+apply_layers(layer, x, ...) as `for w in layers: x = layer(w, x, rng)`. @on_each_device
+changes no result, and resolve_auto replaces "auto" in arch.
 
     >>> from configs import RECIPES
     >>> count_params(param_table(RECIPES["small_c4"].model))
@@ -145,8 +145,8 @@ def dropout(x: Array, rate: float, rng, broadcast_axis: int | None = 1) -> Array
 
     T5 has dropout at both ends of encoder and decoder, on the probabilities of attention,
     in the MLP, and before residual additions. The mask has size 1 on the broadcast_axis:
-    T5 drops a channel at all positions of a row. With None, each entry is drawn alone,
-    which T5X does only after the last norm of the encoder.
+    T5 drops a channel at all positions of a row. With None, each entry has
+    its own random draw, which T5X does only after the last norm of the encoder.
     """
     if rng is None or rate == 0:
         return x
@@ -443,7 +443,7 @@ def cross_entropy(
         loss = log_z - (on - off) * target_logit - off * all_logits - entropy
     # An argmax would be another pass over the logits.
     is_largest = target_logit == jnp.max(logits, axis=-1)
-    # Equal logits are all the largest, but predict nothing: log p(target) is -log V then.
+    # If all logits are equal, each is the largest, but nothing is predicted.
     all_equal = target_logit - log_z < 1e-3 - math.log(V)
     return {
         "cross_ent_loss": loss,
@@ -532,8 +532,10 @@ def attention_function(arch: ModelConfig) -> Callable:
 
 
 def repeat_rows(bias: Array, rows: int) -> Array:
-    """Repeat a bias [H, Q, K] for all rows. The gradient of a product is fast on CPUs."""
-    return jnp.einsum("b,hqk->bhqk", jnp.ones(rows), bias)
+    """Repeat a bias [H, Q, K] for all rows."""
+    if partition.platform() == "cpu":  # The gradient of a product is fast on a CPU.
+        return jnp.einsum("b,hqk->bhqk", jnp.ones(rows), bias)
+    return jnp.broadcast_to(bias, (rows, *bias.shape))
 
 
 def on_each_device(attend: Callable) -> Callable:

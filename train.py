@@ -151,8 +151,7 @@ class TrainState(NamedTuple):
 def init_state(cfg: Config) -> TrainState:
     """Return the state of a new run, with random parameters."""
     params = model.init_params(cfg.model, jax.random.key(cfg.train.seed))
-    # A rate of 0: train_step makes an optimizer with the rate of its step, and the state
-    # does not depend on it.
+    # The first state does not depend on the rate. train_step passes that of its step.
     opt_state = OPTIMIZERS[cfg.train.optimizer](0.0, cfg.train).init(params)
     return TrainState(jnp.int32(cfg.train.start_step), params, opt_state)
 
@@ -586,14 +585,14 @@ class Options(configs.Options):
     init_from: str = ""
 
 
-# The settings of a run come from
+# The folder of a run has   its settings come from                   other flags
 #
-#     --run_dir has      settings                      other flags
-#     a checkpoint       those of the run              must agree, but for configs.CHANGEABLE
-#     config.json alone  those of the run or --config  change settings
-#     nothing            those of --config             change settings
-#
-# The last two take the network and the vocabulary of --init_from, if it is given.
+#     a checkpoint          the run, with --config also from that    must agree, except for
+#                                                                    configs.CHANGEABLE
+#     config.json alone     the run, if --run_dir is given without   change them
+#                           --config, else as in the next line
+#     nothing               --config, but network and vocabulary     change them
+#                           from --init_from, if it is given
 
 
 def parse(argv: list[str] | None = None) -> Options:

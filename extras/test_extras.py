@@ -1113,11 +1113,13 @@ def test_film_reviews_become_text_and_examples(here):
     reviews = Path("aclImdb/reviews.txt").read_text().splitlines()
     assert len(reviews) == 1800 and "Film 7 of train/unsup." in reviews
     assert not any("test" in review for review in reviews)
-    counts = {"train": 200, "validation": 1000, "test": 1200}
+    counts, texts = {"train": 200, "validation": 1000, "test": 1200}, []
     for split, count in counts.items():
-        lines = map(json.loads, open(f"aclImdb/{split}.jsonl"))
+        lines = [json.loads(line) for line in open(f"aclImdb/{split}.jsonl")]
+        texts += [line["text"] for line in lines]
         labels = [(line["text"].split("/")[-1], line["label"]) for line in lines]
         assert len(labels) == count and set(labels) == {("neg.", 0), ("pos.", 1)}
+    assert len(set(texts)) == len(texts)
     show = f"data --config {HERE}/examples/imdb.py --show 20 --data.vocab bytes"
     rows = run(f"{show} --model.vocab_size 384")
     pairs = re.findall(r"review: Film .*/(...)\.\ntargets\n    (.*)", rows)
