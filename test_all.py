@@ -380,6 +380,16 @@ def examples_of(batch):
     ]
 
 
+@pytest.fixture
+def mixture(tmp_path, tables):
+    """Three tasks of 200, 57 and 9 pairs. The smallest is repeated most often."""
+    for number, (name, count) in enumerate({"a": 200, "b": 57, "c": 9}.items()):
+        write_pairs(tmp_path / f"{name}.train", count, 1000 * number)
+        configs.TASKS[name] = data.Task(f"jsonl:{tmp_path}/{name}.{{split}}")
+    configs.MIXTURES["abc"] = {"a": 4, "b": 2, "c": 1}
+    return change(BYTES, data=dict(task="abc"))
+
+
 @pytest.mark.parametrize("pack", [True, False])
 @pytest.mark.parametrize("window", [1 << 15, 1 << 9])
 @pytest.mark.parametrize("task", ["a", "abc"])
@@ -768,16 +778,6 @@ def own_tables():
 def tables():
     with own_tables():
         yield
-
-
-@pytest.fixture
-def mixture(tmp_path, tables):
-    """Three tasks of 200, 57 and 9 pairs. The smallest is repeated most often."""
-    for number, (name, count) in enumerate({"a": 200, "b": 57, "c": 9}.items()):
-        write_pairs(tmp_path / f"{name}.train", count, 1000 * number)
-        configs.TASKS[name] = data.Task(f"jsonl:{tmp_path}/{name}.{{split}}")
-    configs.MIXTURES["abc"] = {"a": 4, "b": 2, "c": 1}
-    return change(BYTES, data=dict(task="abc"))
 
 
 def hf_state(m, seed=0):
