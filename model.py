@@ -145,8 +145,8 @@ def dropout(x: Array, rate: float, rng, broadcast_axis: int | None = 1) -> Array
 
     T5 has dropout at both ends of encoder and decoder, on the probabilities of attention,
     in the MLP, and before residual additions. The mask has size 1 on the broadcast_axis:
-    T5 drops a channel at all positions of a row. With None, each entry has
-    its own random draw, which T5X does only after the last norm of the encoder.
+    T5 drops a channel at all positions of a row. With None, each entry has its own random
+    draw, which T5X does only after the last norm of the encoder.
     """
     if rng is None or rate == 0:
         return x
