@@ -236,8 +236,7 @@ def dot_product_attention(
 
     The scores are not divided by sqrt(C): param_table scales the query weights instead.
     q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K] or None.
-    On a TPU or GPU, a kernel of extras/ computes the same. If you edit this function, set
-    has_kernel in resolve_auto to False.
+    On a TPU or GPU, a kernel of extras/ computes the same, until you edit this function.
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:

@@ -10,6 +10,9 @@ is that for GPUs.
 """
 
 import functools
+import inspect
+import zlib
+from typing import Callable
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +21,13 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu
 
+import configs
 import partition
 from extras import gpu_attention
 from model import dot_product_attention
 
+# The checksum of the source of dot_product_attention, which the kernels compute, too.
+EQUATION = 0xF9885614
 # The most scores (rows * heads * queries * keys) that fit into on-chip memory.
 MAX_SCORES = 1 << 19
 
@@ -226,8 +232,18 @@ def gpu_attention_fits(q: Array) -> bool:
     return is_ampere and q.dtype == jnp.bfloat16 and C in (16, 32, 64, 128)
 
 
+def was_edited(equation: Callable) -> bool:
+    """Return whether the source of a function is not that which the kernels compute."""
+    edited = zlib.crc32(inspect.getsource(equation).encode()) != EQUATION
+    if edited:
+        configs.print_once(f"compute  {equation.__name__} was edited: no kernel is used")
+    return edited
+
+
 def attend(q, k, v, mask, bias=None) -> Array:
     """Compute what model.dot_product_attention computes, with its arguments."""
+    if was_edited(dot_product_attention):
+        return dot_product_attention(q, k, v, mask, bias)
     (B, H, Q, C), K = q.shape, k.shape[2]
     on_gpu = partition.platform() == "gpu"
     if on_gpu and gpu_attention_fits(q):

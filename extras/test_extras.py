@@ -74,6 +74,17 @@ def test_the_attention_kernels_equal_the_equation(
 
     expected = values_and_gradients(model.dot_product_attention)
     assert_close(values_and_gradients(kernel.attend), expected)
+    # If this fails, compute the new equation in the kernels, and then store its checksum.
+    assert not attention_kernel.was_edited(model.dot_product_attention)
+
+
+def test_an_edited_equation_replaces_the_kernels(monkeypatch):
+    def edited(q, *_):
+        return 2 * q
+
+    monkeypatch.setattr(attention_kernel, "dot_product_attention", edited)
+    q = jnp.ones((1, 2, 16, 8))
+    assert_equal(attention_kernel.attend(q, q, q, jnp.ones((1, 1, 16, 16))), 2 * q)
 
 
 @pytest.mark.parametrize(
@@ -94,6 +105,7 @@ def test_a_gpu_uses_its_kernel_where_it_can(
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     monkeypatch.setattr(gpu_attention, "attend", lambda *_: True)
     monkeypatch.setattr(attention_kernel, "dot_product_attention", lambda *_: False)
+    monkeypatch.setattr(attention_kernel, "was_edited", lambda _: False)
     q = jnp.zeros((1, 2, 114, channels), dtype)
     assert attention_kernel.attend(q, q, q, None) == fits
 
