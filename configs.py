@@ -58,8 +58,8 @@ class ModelConfig:
     dropout: float = 0.0  # dropped fraction: 0 to pretrain T5 1.1, 0.1 to fine-tune
     # number type of the activations; auto is float32 on a CPU, else bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # rematerialization: what the backward pass computes again. none: nothing; dots: all but
-    # matmuls without a batch axis and attention kernels; full: all but attention kernels
+    # rematerialization: what the backward pass computes again. none: nothing; full: all but
+    # attention kernels; dots: also keeps the products with weights
     remat: Literal["dots", "none", "full"] = "dots"
     # xla is the code of model.py; auto is a kernel of extras/ on a TPU or GPU, else xla
     attention_impl: Literal["auto", "xla", "kernel"] = "auto"
@@ -103,7 +103,7 @@ class TrainConfig:
     schedule_offset: int = 0  # steps that the schedule does not count
     decay_factor: float = 0.5  # factor of decay_every, or slope of linear_decay
     steps_per_decay: int = 20_000  # period of decay_every
-    steps_per_cycle: int | None = None  # period of cosine_decay; None: until train.steps
+    steps_per_cycle: int | None = None  # period of cosine_decay; None: train.steps
     weight_decay: float = 0.0
     z_loss: float = 1e-4  # weight of (log Z)^2 in the loss
     label_smoothing: float = 0.0  # probability given to tokens other than the target
@@ -235,7 +235,7 @@ RECIPES = {
 }
 # fmt: on
 
-# Without the folder extras/, tasks of T5, T0 and tiny_finetune, kernels and plots are gone.
+# Without the folder extras/, there are no tasks of T5 and T0, kernels and plots.
 HAS_EXTRAS = importlib.util.find_spec("extras") is not None
 # A user's recipe file may define TASKS, MIXTURES and a VOCABULARY, a tokenizer.
 TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, None
@@ -253,7 +253,7 @@ def load_recipe(name: str) -> Config:
     load_extras()
     if not name.endswith(".py"):
         if name not in RECIPES:
-            raise UserError(f"There is no recipe {name}, but {', '.join(RECIPES)}.")
+            raise UserError(f"There is no recipe {name}. There are {', '.join(RECIPES)}.")
         return RECIPES[name]
     sys.path.insert(0, str(Path(name).resolve().parent))  # It may import its neighbors.
     namespace = {"__name__": "recipe", "__file__": name}
@@ -360,7 +360,8 @@ def refuse_differences(cfg: Config, other: Config, may_differ: list, owner: str)
     ]
     if different:
         raise UserError(
-            f"{owner} has {', '.join(different)}. Other values need another run."
+            f"{owner} has {', '.join(different)}: leave out what differs, or start "
+            f"another run."
         )
 
 
@@ -389,7 +390,7 @@ def load_run(source: str) -> tuple[Config, dict]:
         Section = Config.__dataclass_fields__[name].type
         fields = Section.__dataclass_fields__.keys()
         if unknown := sorted(values.keys() - fields):
-            raise UserError(f"{path} is of other code: it has {name}.{unknown}.")
+            raise UserError(f"{path} was written by other code: it has {name}.{unknown}.")
         if missing := sorted(fields - values.keys()):  # Other code added them later.
             print_once(f"{path} lacks {name}.{missing}, which get their defaults.")
         sections[name] = Section(**values)

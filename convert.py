@@ -205,7 +205,7 @@ def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.n
     plain["opt_state/0/count"] = np.int32(step)
     for path, layer, name, _ in all_foreign_names(arch):
         for slot in ("m", "v", "v_row", "v_col"):  # m: of a momentum
-            # Like optax, use an array of size 1 for a slot that a parameter does not have.
+            # Like optax, use an array of size 1 for a slot that a parameter lacks.
             array = slots.get(f"{name}/{slot}", np.zeros(1))
             part = plain.get(f"opt_state/0/{slot}/{path}", np.zeros(1))
             if part.shape != (1,):
@@ -537,7 +537,7 @@ def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int
         ):
             raise UserError(
                 "The vocabulary is not a unigram model, falls back to bytes, has symbols "
-                "of its own, or no space before a text: transformers would give other ids. "
+                "of its own, or no space before a text: transformers gives other ids. "
                 "Without spiece.model in the run, the weights alone are converted."
             )
         if not spec.normalizer_spec.remove_extra_whitespaces:
@@ -636,7 +636,9 @@ def write_hf(run: Run, folder: Path, dtype: np.dtype) -> None:
     for path, layer, _, name in all_foreign_names(arch):
         array = run.arrays[f"params/{path}"][layer]
         arrays[name] = np.ascontiguousarray(array if path == "embed" else array.T, dtype)
-    safetensors.numpy.save_file(arrays, folder / "model.safetensors", {"format": "pt"})
+    file = folder / "model.safetensors"
+    safetensors.numpy.save_file(arrays, file, {"format": "pt"})
+    file.chmod(0o644)  # Some versions of safetensors hide it from other users.
     family = "umt5" if arch.per_layer_bias else "t5"
     has_decoder = arch.num_decoder_layers > 0
     kind = "ForConditionalGeneration" if has_decoder else "EncoderModel"
@@ -696,10 +698,12 @@ def convert(
     """
     source, destination = configs.to_path(src), Path(dst)
     np_dtype = jnp.dtype(dtype)
-    if to == "plain" and (is_run(source) or dtype != "float32"):
-        raise UserError(f"{src} is a run already, or {dtype} needs --to hf or --to t5x.")
+    if to == "plain" and is_run(source):
+        raise UserError(f"{src} is a run already: add --to hf or --to t5x.")
+    if to == "plain" and dtype != "float32":
+        raise UserError(f"--dtype {dtype} needs --to hf or --to t5x.")
     if configs.is_remote(dst) or destination.exists() and any(destination.iterdir()):
-        raise UserError(f"{dst} already exists, or is remote: choose a new local folder.")
+        raise UserError(f"{dst} is remote or not empty: choose a new local folder.")
     temporary = destination.with_name(f".{destination.name}.tmp{os.getpid()}")
     temporary.mkdir(parents=True)
     try:

@@ -3,9 +3,9 @@
     records -> documents -> token ids -> examples (inputs, targets) -> rows -> batches
 
 A record is a dict from a file. A task makes documents of it, which are texts or pairs of
-texts. Span corruption joins the documents of a window, which are read at once, and cuts
-them into chunks. A chunk becomes an example; a pair is one already. A row of a batch
-holds one example or several packed ones.
+texts. Span corruption joins the documents of a window, the next 8 million characters of a
+task, and cuts them into chunks (t5 joins 128 documents). A chunk becomes an example; a
+pair is one already. A row of a batch holds one example or several packed ones.
 
     python data.py --show 3                                     print rows of a batch
     python data.py --data.task glue_v002_proportional --list    list tasks and rates
@@ -61,7 +61,8 @@ class Batch(NamedTuple):
 def noise_counts(length: int, data_cfg: DataConfig) -> tuple[int, int]:
     """Return how many of `length` tokens are noise, and in how many spans.
 
-    Computed in float32 and rounded half to even, as in t5/data/preprocessors.py.
+    Computed in float32 and rounded half to even, as in t5/data/preprocessors.py. But here,
+    each span has a kept token before it, also if the density is very high.
     """
     noise = int(np.round(np.float32(length) * np.float32(data_cfg.noise_density)))
     noise = min(max(noise, 1), length - 1)
@@ -119,8 +120,8 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     removed = random_segmentation(noise, spans, rows, *seeds, length, 1)
     lengths = np.stack([kept, removed], axis=2).ravel()  # kept and removed in turn
     noise_mask = np.tile([False, True], rows * spans).repeat(lengths).reshape(rows, -1)
-    # In the inputs, a sentinel overwrites the first token of each removed span, and in the
-    # targets the kept token before it. No span starts a row, so np.roll may wrap around.
+    # In the inputs, a sentinel overwrites the first token of each removed span; in the
+    # targets, the kept token before it. No span starts a row, so np.roll may wrap around.
     span_starts = noise_mask & ~np.roll(noise_mask, 1, axis=1)
     before_span = np.roll(span_starts, -1, axis=1)
     sentinels = np.tile(first_sentinel - np.arange(spans), rows)
@@ -424,7 +425,7 @@ def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
             label = float(record["label"])  # 1.0 finds 1, and 0.5 nothing
             if label == -1:
                 configs.print_once("Some labels are -1: as in t5, they become <unk>.")
-            record["label"] = dict(enumerate(("<unk>", *choices), -1))[label]
+            record["label"] = {**dict(enumerate(choices)), -1: "<unk>"}[label]
         texts = {"inputs": inputs, "targets": targets}
         pair = {name: text.format_map(record) for name, text in texts.items()}
         return [pair | {"idx": record["idx"]} if "idx" in record else pair]
@@ -436,7 +437,7 @@ class Objective(NamedTuple):
     """How texts become examples (inputs, targets)."""
 
     function: Callable  # such as span_corruption
-    # the length of the chunks into which texts are cut, which leaves room for EOS
+    # data_cfg -> tokens of a chunk: by default those of the inputs, without EOS
     length: Callable = lambda data_cfg: data_cfg.inputs_length - 1
     joins: bool = True  # whether documents are joined before, without EOS between them
 
@@ -459,7 +460,7 @@ class Task(NamedTuple):
 
 
 def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
-    """Yield (documents, (file, number), size) of each record after `start`."""
+    """Yield (documents, (file, number), characters) of each record after `start`."""
     renamed = [pair.split("=") for pair in cfg.data.fields.split(",") if pair]
     for f, file in enumerate(files[start[0] :], start[0]):
         number, record = 1, {}
@@ -471,9 +472,9 @@ def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
                     texts = texts_of(documents, task)
                     # A lone surrogate, which JSON can hold, raises an error here.
                     "".join(x for x in texts if isinstance(x, str)).encode()
-                    size = 300 + sum(map(len, texts))  # 300 for the objects of Python
-                    yield documents, (f, number), size
-                number += 1
+                    characters = 300 + sum(map(len, texts))  # 300 for Python's objects
+                    yield documents, (f, number), characters
+                number, record = number + 1, {}
         except Exception as error:
             where = f"{file.name}, record {number} with the fields {[*record]}"
             raise UserError(f"{where}: {error!r}") from error
@@ -504,7 +505,7 @@ def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
 
 
 def cut_into_chunks(tokenized: list, task: Task, data_cfg: DataConfig) -> list:
-    """Cut the ids of texts into chunks. Without an objective, return the pairs."""
+    """Cut the ids of texts into chunks. Pairs, without an objective, stay as they are."""
     if not task.objective:
         return tokenized
     if task.objective.joins and tokenized:
@@ -514,17 +515,17 @@ def cut_into_chunks(tokenized: list, task: Task, data_cfg: DataConfig) -> list:
     return [ids for ids in cut if len(ids) > 1]  # a token to keep, and one to predict
 
 
-def make_examples(chunks: list, task: Task, tokenizer, cfg, *seeds) -> list[Example]:
-    """Return the example (inputs, targets) of each chunk, with EOS."""
-    pairs = chunks  # without an objective, each chunk is a pair
+def make_examples(items: list, task: Task, tokenizer, cfg, *seeds) -> list[Example]:
+    """Return the example (inputs, targets) of each chunk or pair, with EOS."""
+    pairs = items
     if task.objective:
-        pairs = task.objective.function(chunks, tokenizer, cfg.data, *seeds)
+        pairs = task.objective.function(items, tokenizer, cfg.data, *seeds)
     with_eos = partial(trim_and_add_eos, task=task, data_cfg=cfg.data)
     return [(with_eos(a, "inputs"), with_eos(b, "targets")) for a, b in pairs]
 
 
 def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.ndarray:
-    """Truncate, and append EOS. T0 has none in inputs, and loses it in long targets."""
+    """Truncate, and append EOS. T0 has no EOS in inputs and in truncated targets."""
     limit = data_cfg.inputs_length if side == "inputs" else data_cfg.targets_length
     end = [EOS] if side == "targets" or task.eos_in_inputs else []
     if len(ids) + len(end) > limit:
@@ -611,18 +612,19 @@ class Cursor(NamedTuple):
 
 
 def read_windows(task, files, tokenizer, cfg, size: int, cursor=Cursor()) -> Iterator:
-    """Yield (chunks of `size` characters, the Cursor of the next window)."""
+    """Yield (the chunks or pairs of `size` characters, the Cursor of the next window)."""
     for epoch in itertools.count(cursor.epoch):
         records = read_documents(files, task, cfg, (cursor.file, cursor.record))
         while cursor.epoch == epoch:
             window, remaining = [], size
-            cursor = Cursor(epoch + 1)  # if the records end before the window is full
             for documents, end, characters in records:
                 window += documents
                 remaining -= characters
                 if remaining <= 0:
                     cursor = Cursor(epoch, *end)
                     break
+            else:  # The records ended before the window was full.
+                cursor = Cursor(epoch + 1)
             tokenized = tokenize(window, task, tokenizer)
             yield cut_into_chunks(tokenized, task, cfg.data), cursor
 
@@ -641,11 +643,11 @@ def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iter
 
 def examples_of(name, task, tokenizer, cfg, windows, cursor: Cursor) -> Iterator:
     """Yield (example, Cursor after it), shuffled; (None, Cursor) ends an epoch."""
-    for chunks, next_window in windows:
+    for items, next_window in windows:
         # Each window, which the first three numbers name, has random bits of its own.
         seeds = cfg.train.seed, zlib.crc32(name.encode()), *cursor[:3]
-        order = random_order(len(chunks), *seeds, EXAMPLE_ORDER)
-        shuffled = [chunks[i] for i in order]
+        order = random_order(len(items), *seeds, EXAMPLE_ORDER)
+        shuffled = [items[i] for i in order]
         examples = make_examples(shuffled, task, tokenizer, cfg, *seeds, NOISE)
         for example in examples[cursor.taken :]:
             cursor = cursor._replace(taken=cursor.taken + 1, total=cursor.total + 1)
@@ -663,9 +665,7 @@ def print_statistics(packed: Batch, sizes: np.ndarray, limits: tuple[int, int]) 
     cut = (sizes >= limits).any(axis=1).mean()
     inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
     unknown = (packed.inputs == UNK).sum() / sizes[:, 0].sum()
-    print(
-        f"data     {cut:.1%} of the examples fill a row (in pretraining, all) or are cut"
-    )
+    print(f"data     {cut:.1%} of examples fill a row (in pretraining, all) or are cut")
     print(f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full")
     print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
 
@@ -681,9 +681,9 @@ class Batches(Iterator):
         self.cfg = cfg
         self.rates = train_tasks(cfg)
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
-        start = {"used_rows": 0, "tasks": dict.fromkeys(self.rates, Cursor())}
+        start = {"used_rows": 0, "cursors": dict.fromkeys(self.rates, Cursor())}
         self.position = position or start
-        self.cursors = {name: Cursor(*c) for name, c in self.position["tasks"].items()}
+        self.cursors = {name: Cursor(*c) for name, c in self.position["cursors"].items()}
         self.streams, sizes = {}, []
         reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         size = WINDOW_CHARACTERS // min(len(self.rates), 32)
@@ -707,8 +707,8 @@ class Batches(Iterator):
         """Take the next examples of all tasks, until they fill ROWS_PER_PACK rows."""
         names, rates = zip(*self.rates.items())
         totals = np.array([self.cursors[name].total for name in names])
-        # The next example is of the task that is farthest behind its rate: rates of 3 and
-        # 1 give a a a b a a a b. The fractions let tasks of equal rates take turns.
+        # SeqIO draws tasks at random. This takes the one that is farthest behind its rate:
+        # rates of 3 and 1 give a a a b a a a b. `phase` lets equal rates take turns.
         phase = (np.arange(len(names)) + 0.5) / len(names)
         packs = self.cfg.data.pack
         examples, filled = [], np.zeros(2)  # rows that all inputs and all targets need
@@ -744,12 +744,12 @@ class Batches(Iterator):
         rows = []
         used_rows = self.position["used_rows"]
         while True:
-            tasks = self.cursors.copy()  # where the next packed rows begin
+            cursors = self.cursors.copy()  # where the next packed rows begin
             for row in list(zip(*self.pack_rows()))[used_rows:]:
                 rows.append(row)
                 used_rows += 1
                 if len(rows) == self.cfg.train.batch_size:
-                    position = self.position | {"used_rows": used_rows, "tasks": tasks}
+                    position = self.position | dict(used_rows=used_rows, cursors=cursors)
                     yield Batch(*map(np.stack, zip(*rows))), position
                     rows = []
             used_rows = 0
@@ -760,13 +760,13 @@ def batches_of_split(
 ) -> list[Batch]:
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
-    chunks = []
-    for window, next_window in read_windows(task, files, tokenizer, cfg, size=1 << 18):
-        chunks += window
-        if next_window.epoch or (limit and len(chunks) >= limit):
+    items = []
+    for window, next_window in read_windows(task, files, tokenizer, cfg, 1 << 18):
+        items += window
+        if next_window.epoch or (limit and len(items) >= limit):
             break
     seeds = cfg.train.seed, zlib.crc32(name.encode()), NOISE
-    examples = make_examples(chunks[:limit], task, tokenizer, cfg, *seeds)
+    examples = make_examples(items[:limit], task, tokenizer, cfg, *seeds)
     limits = cfg.data.inputs_length, cfg.data.targets_length
     size = cfg.train.batch_size
     rows = [[example] for example in examples] + [[]] * (-len(examples) % size)
@@ -843,8 +843,7 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
         return task, files
     if validation_source or split not in ("train", "validation"):
         return task, files if split == "train" else []
-    held_out = "5 % of the first 20,000 records are held out"
-    configs.print_once(f"data     {held_out}: {task.source}")
+    configs.print_once(f"data     5 % of the first 20,000 are held out: {task.source}")
     readers = [partial(split_records, file, i, split) for i, file in enumerate(files)]
     return task, [file._replace(read=r) for file, r in zip(files, readers)]
 

@@ -181,7 +181,7 @@ def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
     best, _ = compute_metrics(task, examples, targets, targets)
     possible, _ = compute_metrics(task, examples, targets, written)
     if 0 in best.values():  # such as BLEU, if no answer has four words
-        configs.print_once(f"{name}: answers that equal their targets have {best}.")
+        configs.print_once(f"{name}: even answers that equal their targets get {best}.")
     if str(possible) != str(best):
         configs.print_once(
             f"{name}: a perfect model has {possible}, not {best}. The vocabulary cannot "

@@ -276,8 +276,8 @@ def extend_beams(state: BeamState, log_probs: Array, t, *, decode_cfg) -> BeamSt
     finished_ids = gather_beams(jnp.append(state.finished_ids, extended, axis=1), best)
 
     # Scores are negative, and those of live beams can only fall. So the largest penalty
-    # gives a bound of what the best live beam can reach. Like T5X, take that of T + 1 ids.
-    # The search ends when N finished outputs are better.
+    # gives a bound of what the best live beam can reach. Like T5X, take that of T + 1
+    # ids. The search ends when N finished outputs are better.
     bound = live_scores[:, :1] / length_penalty(T + 1.0, decode_cfg)
     done = finished_scores[:, -1:] > bound
     live_ids = gather_beams(extended, live)
@@ -493,7 +493,7 @@ def line_ids(line: dict, side: str, index: int, cfg: Config, tokenizer) -> list[
     if not is_ids:
         raise UserError(
             f"Example {index + 1} needs {side}: a text, or a list of ids from 0 to "
-            f"{V - 1}. It has {str(line)[:200]}."
+            f"{V - 1}. It has the fields {[*line]}."
         )
     ids = [i for i in value if i != data.PAD]
     if ids[-1:] != [data.EOS]:
@@ -510,7 +510,7 @@ def read_input(options: "Options", tokenizer) -> Iterator[Request]:
     kind, _, name = options.input.partition(":")
     first, count = map(int, options.shard.split("/"))
     if not 0 <= first < count:
-        raise UserError(f"--shard {options.shard} is not one of 0/{count}, 1/{count}, …")
+        raise UserError(f"--shard {options.shard} must be I/N with I from 0 to N - 1.")
     if kind == "task":
         name, split = re.fullmatch(r"(.+?)(?::(\w+))?", name).groups("validation")
         task, files = data.open_task(name, split, cfg)
@@ -646,7 +646,10 @@ def main() -> None:
     file_flags = options.input, options.output, options.mode, options.shard
     from_text = file_flags == ("", "", "predict", "0/1")
     if not (from_file or from_text):
-        raise UserError("Give one text, or --input and --output, which other flags need.")
+        raise UserError(
+            "Give one text, lines on standard input, or --input with --output, which "
+            "--mode and --shard need."
+        )
     cfg, tokenizer = start_inference(options)
     step = partition.resolve_step(options.run_dir, options.step)
     params = load_params(cfg, options.run_dir, step)

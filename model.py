@@ -16,9 +16,9 @@ Comments and einsums use these letters for the shapes:
     A H * C      V vocabulary        L layers            R buckets of relative positions
 
 To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w,
-repeat_rows(bias, rows) as the bias, attention_function(arch) as dot_product_attention, and
-apply_layers(layer, x, ...) as `for w in layers: x = layer(w, x, rng)`. @on_each_device
-changes no result, and resolve_auto replaces "auto" in arch.
+repeat_rows(bias, rows) as the bias, and apply_layers(layer, x, ...) as
+`for w in layers: x = layer(w, x, rng)`. @on_each_device changes no result, and
+resolve_auto replaces "auto".
 
     >>> from configs import RECIPES
     >>> count_params(param_table(RECIPES["small_c4"].model))
@@ -63,8 +63,8 @@ def param_table(arch: ModelConfig) -> dict:
     D, F, V, A = arch.d_model, arch.d_ff, arch.vocab_size, arch.num_heads * arch.d_kv
     norm = Param((D,), ("embed",))
 
-    # T5 does not divide attention scores by sqrt(C). Instead, its initial query weights
-    # are smaller by this factor.
+    # As in T5X, the variance is 1 / inputs. T5 does not divide attention scores by
+    # sqrt(C). Instead, its initial query weights are smaller by this factor.
     attn = {
         "norm": norm,
         "query": Param((D, A), ("embed", "heads"), "normal", (D * arch.d_kv) ** -0.5),
@@ -76,7 +76,7 @@ def param_table(arch: ModelConfig) -> dict:
     down = Param((F, D), ("mlp", "embed"), "truncated_normal", F**-0.5)
     mlp = {"norm": norm, "up": up, "down": down}
     if arch.activation.startswith("gated_"):
-        mlp["gate"] = up
+        mlp["gate"] = up  # gate, up and down are wi_0, wi_1 and wo in other code
 
     H, R = arch.num_heads, arch.relative_buckets
     # the initialization of Glorot and Bengio 2010
@@ -145,8 +145,8 @@ def dropout(x: Array, rate: float, rng, broadcast_axis: int | None = 1) -> Array
 
     T5 has dropout at both ends of encoder and decoder, on the probabilities of attention,
     in the MLP, and before residual additions. The mask has size 1 on the broadcast_axis:
-    T5 drops a channel at all positions of a row. With None, each entry has its own random
-    draw, which T5X does only after the last norm of the encoder.
+    T5X drops a channel at all positions of a row. With None, each entry has its own
+    random draw, as in T5X after the last norm of the encoder.
     """
     if rng is None or rate == 0:
         return x
@@ -186,11 +186,9 @@ def relative_bucket(
         offset = (relative_position > 0) * num_buckets
         distance = np.abs(relative_position)
     max_exact = num_buckets // 2
-    # Like T5X, compute in float32 and add a small epsilon. With other rounding, some
-    # distances would be in the next bucket.
-    log_ratio = np.log(np.float32(distance) / max_exact + np.finfo(np.float32).eps)
-    share = log_ratio / np.log(arch.relative_max_distance / max_exact)
-    large = max_exact + (share * (num_buckets - max_exact)).astype(np.int32)
+    log_ratio = np.log(np.maximum(distance, 1) / max_exact)
+    fraction = log_ratio / np.log(arch.relative_max_distance / max_exact)
+    large = max_exact + (fraction * (num_buckets - max_exact)).astype(np.int32)
     large = np.minimum(large, num_buckets - 1)
     return offset + np.where(distance < max_exact, distance, large)
 
@@ -254,13 +252,17 @@ def make_attend(
     relative_bias [H, R]: the position biases, or None in cross-attention.
     """
 
-    # Each device gets its part of the arguments, so mask and relative_bias are among them.
+    # Each device gets its part of the arguments, also of mask and relative_bias.
     @on_each_device
     def attend(q, k, v, mask, relative_bias):
         bias = None
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
-        return attention_function(arch)(q, k, v, mask, bias)
+        if resolve_auto(arch).attention_impl == "kernel":
+            from extras import attention_kernel  # the same result, in less time
+
+            return attention_kernel.attend(q, k, v, mask, bias)
+        return dot_product_attention(q, k, v, mask, bias)
 
     return lambda q, k, v: attend(q, k, v, mask, relative_bias)
 
@@ -287,7 +289,7 @@ def attention(
     rng_probs, rng_out = split_rng(rng, 2)
     k, v = kv or keys_values(w, x, arch)
     q = split_heads(dense(x, w["query"]), arch)
-    # T5 drops a key for all queries of a head at once. Setting the value of this key to
+    # T5X drops a key for all queries of a head at once. Setting the value of this key to
     # zero has the same effect as dropping the probability, and needs a smaller mask.
     v = dropout(v, arch.dropout, rng_probs, broadcast_axis=3)
     attended = attend(q, k, v).swapaxes(1, 2).reshape(*x.shape[:2], -1)
@@ -442,7 +444,7 @@ def cross_entropy(
         loss = log_z - (on - off) * target_logit - off * all_logits - entropy
     # An argmax would be another pass over the logits.
     is_largest = target_logit == jnp.max(logits, axis=-1)
-    # If all logits are equal, each is the largest, but nothing is predicted.
+    # If all logits are equal, as from zero weights, nothing is predicted.
     all_equal = target_logit - log_z < 1e-3 - math.log(V)
     return {
         "cross_ent_loss": loss,
@@ -519,15 +521,6 @@ def dense(x: Array, w: Array) -> Array:
         # fast on a CPU. A TPU would have to copy the activations.
         return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
     return x @ w
-
-
-def attention_function(arch: ModelConfig) -> Callable:
-    """Return dot_product_attention, or a kernel that computes the same in less time."""
-    if resolve_auto(arch).attention_impl == "xla":
-        return dot_product_attention
-    from extras import attention_kernel
-
-    return attention_kernel.attend
 
 
 def repeat_rows(bias: Array, rows: int) -> Array:

@@ -284,7 +284,7 @@ def load_arrays(folder: Path, abstract: Any) -> Any:
     check_same([header["crc32"] for headers in stored.values() for header in headers])
     found = {name: [h[0]["dtype"], *h[0]["shape"]] for name, h in stored.items()}
     needed = {name: [like.dtype.name, *like.shape] for name, like in wanted.items()}
-    # A checkpoint may have more arrays of the optimizer than are needed, but not of weights.
+    # A checkpoint may have more arrays of the optimizer than needed, but not of weights.
     for name in [*needed, *(x for x in found if x.startswith("params/"))]:
         if found.get(name) != needed.get(name):
             raise UserError(

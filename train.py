@@ -59,7 +59,7 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
     warmup = train_cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
     steps_per_cycle = train_cfg.steps_per_cycle
-    if not steps_per_cycle:  # The cycle ends with training.
+    if not steps_per_cycle:  # Longer than what is left after the warmup: it ends above 0.
         steps_per_cycle = train_cfg.steps - train_cfg.schedule_offset
     cycle = jnp.maximum(0.0, (step - warmup) / steps_per_cycle)
     factors = {
@@ -90,7 +90,7 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
 # past gradients, like Adam. For a matrix with at least 128 rows and columns, it does not
 # store the mean square V of each element, but only means R and C over rows and columns:
 #
-#     beta = 1 - (t + 1)^-0.8
+#     beta = 1 - (t + 1)^-0.8                          after t steps
 #     V    = beta * V + (1 - beta) * (g^2 + 1e-30)     approximated by R C^T / mean(R)
 #     u    = g / sqrt(V)
 #     u    = u / max(1, RMS(u))                        update clipping: at most the RMS 1
@@ -405,11 +405,12 @@ class Evaluator:
                 evaluate.check_metrics(name, "validation", cfg, tokenizer)
                 function = partial(self.measure_outputs, name)
                 self.groups[f"inference_eval/{name}"] = train_cfg.infer_every, function
-            baseline = evaluate.unigram_loss(batches, tokenizer)
-            print(
-                f"unigram  {baseline:.3f} nats per content token of held-out {name}, for "
-                f"a model that knows only how often each token occurs"
-            )
+            if data.find_task(name, cfg).objective:
+                baseline = evaluate.unigram_loss(batches, tokenizer)
+                print(
+                    f"unigram  {baseline:.3f} nats per content token of held-out {name}, "
+                    f"for a model that knows only how often each token occurs"
+                )
 
     def run_due(self, step: int, params: dict) -> bool:
         """Make the evaluations that are due and not logged. Return if there were any."""
@@ -585,14 +586,12 @@ class Options(configs.Options):
     init_from: str = ""
 
 
-# The folder of a run has   its settings come from                   other flags
-#
-#     a checkpoint          the run, with --config also from that    must agree, except for
-#                                                                    configs.CHANGEABLE
-#     config.json alone     the run, if --run_dir is given without   change them
-#                           --config, else as in the next line
-#     nothing               --config, but network and vocabulary     change them
-#                           from --init_from, if it is given
+# Where the settings of a run come from:
+# - Its folder has a checkpoint: from the run. All flags, and --config if it is given, must
+#   agree with them, except for configs.CHANGEABLE.
+# - It has only config.json, as the run was killed early, and --run_dir is given without
+#   --config: from the run. Flags change them.
+# - Else: from --config, but network and vocabulary from --init_from. Flags change the rest.
 
 
 def parse(argv: list[str] | None = None) -> Options:
@@ -616,8 +615,8 @@ def parse_resumed(flags: Namespace, run_dir: str, argv: list[str] | None) -> Opt
     options = configs.parse_flags(options, argv)
     if configs.to_path(options.init_from) != configs.to_path(init_from):
         raise UserError(
-            f"{run_dir} began with {init_from or 'random weights'}: leave out --init_from, "
-            f"or name another --run_dir."
+            f"{run_dir} began with {init_from or 'random weights'}: leave out "
+            f"--init_from, or name another --run_dir."
         )
     configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
     return options
