@@ -58,8 +58,8 @@ class ModelConfig:
     dropout: float = 0.0  # dropped fraction: 0 to pretrain T5 1.1, 0.1 to fine-tune
     # number type of the activations; auto is float32 on a CPU, else bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # rematerialization: what the backward pass computes again. none: nothing; full: all but
-    # attention kernels; dots: also keeps the products with weights
+    # rematerialization: what the backward pass computes again. none: nothing; full: all
+    # but attention kernels; dots: all but attention kernels and products with weights
     remat: Literal["dots", "none", "full"] = "dots"
     # xla is the code of model.py; auto is a kernel of extras/ on a TPU or GPU, else xla
     attention_impl: Literal["auto", "xla", "kernel"] = "auto"
@@ -304,7 +304,7 @@ def location_flags(argv: list[str] | None) -> argparse.Namespace:
 
 
 def parse(options_class: type, argv: list[str] | None = None):
-    """Parse the flags of a command. Settings are those of --run_dir, or else --config."""
+    """Parse the flags of a command, which change settings of --run_dir or --config."""
     flags = location_flags(argv)
     if flags.run_dir and flags.config and not flags.config.endswith(".py"):
         raise UserError("With --run_dir, --config can only add the tasks of a .py file.")
@@ -351,13 +351,13 @@ def flat_settings(cfg: Config) -> dict:
 
 
 def refuse_differences(cfg: Config, other: Config, may_differ: list, owner: str) -> None:
-    """Stop if two Configs differ in a setting other than those of may_differ."""
+    """Stop if two Configs differ in a setting or section that is not in may_differ."""
     old = flat_settings(other)
-    different = [
-        f"--{name} {old[name]!r} (not {value!r})"
-        for name, value in flat_settings(cfg).items()
-        if value != old[name] and not {name, name.split(".")[0]} & set(may_differ)
-    ]
+    different = []
+    for name, value in flat_settings(cfg).items():
+        section = name.split(".")[0]
+        if value != old[name] and name not in may_differ and section not in may_differ:
+            different.append(f"--{name} {old[name]!r} (not {value!r})")
     if different:
         raise UserError(
             f"{owner} has {', '.join(different)}: leave out what differs, or start "
@@ -366,7 +366,7 @@ def refuse_differences(cfg: Config, other: Config, may_differ: list, owner: str)
 
 
 def with_network_of(cfg: Config, origin: Config) -> Config:
-    """Return a Config whose network and vocabulary are those of another run."""
+    """Return a Config with the network and the vocabulary of another run."""
     kept = ("dropout", "dtype", "remat", "attention_impl", "loss_impl")
     arch = replace(origin.model, **{name: getattr(cfg.model, name) for name in kept})
     data_cfg = replace(cfg.data, vocab=origin.data.vocab, extra_ids=origin.data.extra_ids)
@@ -398,7 +398,7 @@ def load_run(source: str) -> tuple[Config, dict]:
 
 
 def load_run_and_tasks(run_dir: str, recipe: str = "") -> tuple[Config, dict]:
-    """Load a run, the tasks of its recipe file, and those of another recipe file."""
+    """Load a run, and the tasks of its recipe file and of another recipe file."""
     own_recipe = to_path(run_dir) / "recipe.py"
     files = [str(own_recipe)] if own_recipe.exists() else []
     if recipe.endswith(".py"):

@@ -304,7 +304,7 @@ def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
 
 
 def with_t5x_names(arrays: dict) -> dict:
-    """Replace the names of Hugging Face by those of T5X. Unknown names stay."""
+    """Replace the names of Hugging Face by T5X's names. Unknown names stay."""
     depth = len(arrays)  # an upper bound of the layers: unused names do no harm
     bias = foreign_names("encoder/layers/attention/relative_bias", 1)[1]
     arch = ModelConfig(
@@ -407,12 +407,12 @@ def keep_one_embedding(arrays: dict, folder: Path) -> None:
 
 
 def set_output_layer(arrays: dict, config: dict, folder: Path) -> None:
-    """Remove lm_head.weight from a tied model, or set that of an untied model.
+    """Remove lm_head.weight if the model is tied, and else give it the right scale.
 
-    Plain T5 and T5X multiply the logits of a tied model (T5 1.0) by d_model^-0.5, and no
-    others (T5 1.1, FLAN-T5, mT5, UMT5). If transformers multiplies those of an untied
+    Plain T5 and T5X multiply the logits of a tied model (T5 1.0) by d_model^-0.5, but not
+    of an untied model (T5 1.1, FLAN-T5, mT5, UMT5). If transformers scales an untied
     model, lm_head.weight gets the factor. In transformers 4, tie_word_embeddings means
-    that the model is tied. In version 5, which counts here, it is the scale alone (mT5
+    that the model is tied. In version 5, which counts here, it means only the scale (mT5
     never scales), unless scale_decoder_outputs says otherwise.
     """
     embed, has_head = arrays["shared.weight"], "lm_head.weight" in arrays

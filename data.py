@@ -61,8 +61,8 @@ class Batch(NamedTuple):
 def noise_counts(length: int, data_cfg: DataConfig) -> tuple[int, int]:
     """Return how many of `length` tokens are noise, and in how many spans.
 
-    Computed in float32 and rounded half to even, as in t5/data/preprocessors.py. But here,
-    each span has a kept token before it, also if the density is very high.
+    Computed in float32 and rounded half to even, as in t5/data/preprocessors.py. But
+    here, each span has a kept token before it, also if the density is very high.
     """
     noise = int(np.round(np.float32(length) * np.float32(data_cfg.noise_density)))
     noise = min(max(noise, 1), length - 1)
@@ -287,9 +287,9 @@ def split_records(file: File, index: int, split: str) -> Iterator[dict]:
 class Tokenizer:
     """A SentencePiece model, from the bytes of its file.
 
-    If it has no sentinels, `extra_ids` of them are appended, as in T5. The id of
-    <extra_id_0> is first_sentinel; the others are lower. extras/vocabularies.py has other
-    kinds of vocabularies.
+    If it has no sentinels, `extra_ids` of them are appended, as in T5. <extra_id_0> has
+    the id first_sentinel, <extra_id_1> the id below, and so on. extras/vocabularies.py
+    has other kinds of vocabularies.
     """
 
     file_name = "spiece.model"  # its name in a run
@@ -347,7 +347,7 @@ class Tokenizer:
 
 
 def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
-    """Return the recipe's VOCABULARY, or that of a run or checkpoint, or --data.vocab."""
+    """Load the recipe's VOCABULARY, the vocabulary of a run, or --data.vocab."""
     vocab, metadata = cfg.data.vocab, {}
     if run:
         _, metadata = configs.load_run(run)
@@ -437,7 +437,7 @@ class Objective(NamedTuple):
     """How texts become examples (inputs, targets)."""
 
     function: Callable  # such as span_corruption
-    # data_cfg -> tokens of a chunk: by default those of the inputs, without EOS
+    # data_cfg -> tokens of a chunk; by default, it fills the inputs, with EOS
     length: Callable = lambda data_cfg: data_cfg.inputs_length - 1
     joins: bool = True  # whether documents are joined before, without EOS between them
 
@@ -644,7 +644,7 @@ def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iter
 def examples_of(name, task, tokenizer, cfg, windows, cursor: Cursor) -> Iterator:
     """Yield (example, Cursor after it), shuffled; (None, Cursor) ends an epoch."""
     for items, next_window in windows:
-        # Each window, which the first three numbers name, has random bits of its own.
+        # Epoch, file and record name a window, which gets random bits of its own.
         seeds = cfg.train.seed, zlib.crc32(name.encode()), *cursor[:3]
         order = random_order(len(items), *seeds, EXAMPLE_ORDER)
         shuffled = [items[i] for i in order]
@@ -707,8 +707,8 @@ class Batches(Iterator):
         """Take the next examples of all tasks, until they fill ROWS_PER_PACK rows."""
         names, rates = zip(*self.rates.items())
         totals = np.array([self.cursors[name].total for name in names])
-        # SeqIO draws tasks at random. This takes the one that is farthest behind its rate:
-        # rates of 3 and 1 give a a a b a a a b. `phase` lets equal rates take turns.
+        # SeqIO draws tasks at random. This takes the task farthest behind its rate: rates
+        # of 3 and 1 give a a a b a a a b. `phase` lets tasks of equal rates take turns.
         phase = (np.arange(len(names)) + 0.5) / len(names)
         packs = self.cfg.data.pack
         examples, filled = [], np.zeros(2)  # rows that all inputs and all targets need
@@ -745,8 +745,9 @@ class Batches(Iterator):
         used_rows = self.position["used_rows"]
         while True:
             cursors = self.cursors.copy()  # where the next packed rows begin
-            for row in list(zip(*self.pack_rows()))[used_rows:]:
-                rows.append(row)
+            packed = self.pack_rows()
+            while used_rows < len(packed.inputs):
+                rows.append([array[used_rows] for array in packed])
                 used_rows += 1
                 if len(rows) == self.cfg.train.batch_size:
                     position = self.position | dict(used_rows=used_rows, cursors=cursors)
@@ -817,7 +818,7 @@ def eval_tasks(cfg: Config, names: str = "") -> list[str]:
 
 
 def find_task(name: str, cfg: Config) -> Task:
-    """Return a task by name, or that of pairs in a source such as jsonl:a.jsonl."""
+    """Return a task by name, or a task for pairs in a source such as jsonl:a.jsonl."""
     if name not in TASKS and ":" not in name:
         from extras import t5_tasks
 

@@ -131,7 +131,7 @@ def postprocess(task: data.Task, text: str, example: dict, is_target: bool):
 
 
 def all_answers(example: dict) -> list[str]:
-    """Return the right answers of a question, such as those of SQuAD."""
+    """Return all right answers of a question, as in SQuAD."""
     answers = example["answers"]
     if isinstance(answers, dict):  # as on the Hugging Face Hub
         answers = answers["text"]
@@ -149,10 +149,14 @@ def compute_metrics(task: data.Task, examples, targets, outputs) -> tuple[dict, 
     functions = [METRICS.get(x, x) for x in task.metrics or ("accuracy",)]
     if unknown := [x for x in functions if isinstance(x, str)]:
         raise UserError(f"There is no metric {unknown}, but {', '.join(METRICS)}.")
-    targets = [postprocess(task, *pair, True) for pair in zip(targets, examples)]
-    predictions = [postprocess(task, *pair, False) for pair in zip(outputs, examples)]
-    rows = zip(examples, outputs, targets, predictions)
-    lines = [x | {"output": o, "target": t, "prediction": p} for x, o, t, p in rows]
+    lines = []
+    for example, target, output in zip(examples, targets, outputs):
+        target = postprocess(task, target, example, is_target=True)
+        prediction = postprocess(task, output, example, is_target=False)
+        fields = {"output": output, "target": target, "prediction": prediction}
+        lines.append(example | fields)
+    targets = [line["target"] for line in lines]
+    predictions = [line["prediction"] for line in lines]
     metrics = {}
     for function in functions:
         values = function(targets, predictions)
@@ -208,8 +212,8 @@ def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
 def answer_choices(name: str, task: data.Task, number: int, example: dict) -> list[dict]:
     """Return a dict for each choice of an example, with the choice as its targets.
 
-    The choices are the field answer_choices, or those of the task. In the cached files of
-    P3, each example already is one choice, with the fields idx, is_correct and weight.
+    The field answer_choices has the choices, or else the task. In the cached files of P3,
+    each example already is one choice, with the fields idx, is_correct and weight.
     """
     if "is_correct" in example and "idx" in example:
         choice = {
@@ -257,7 +261,7 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
     scores = np.float32(np.divide(scores, lengths) if normalize else scores)
     groups = group_choices(indices)
     # Of equal scores, the first counts. An example has the weight of its answer, or if
-    # the choices are classes, that of its first choice.
+    # the choices are classes, the weight of its first choice.
     answers = [group[np.argmax(scores[group])] for group in groups]
     weights = weights[[group[0] for group in groups] if num_classes else answers]
     metrics = {"accuracy": percent(np.average(correct[answers], weights=weights))}
@@ -495,7 +499,7 @@ def chosen_tasks(options: Options, run_cfg: Config) -> list[str]:
         )
     if options.tasks or len(names) == 1:
         return names
-    # As in training, leave out those of several tasks that have no examples.
+    # As in training, leave out tasks without examples.
     empty = [x for x in names if next(data.read_task(x, split, cfg), None) is None]
     if empty:
         print(f"not evaluated, without examples of the split {split}: {empty}")

@@ -61,7 +61,7 @@ from partition import constrain
 # The N beams of an example share a cache (N is 1 in greedy decoding): the key of position
 # t of beam m is at index t * N + m. A mask hides the keys of other beams. When beam
 # search reorders the beams, only this mask changes, and the cache is not copied. With two
-# beams, the keys are those of
+# beams, the cache holds the keys of
 #
 #     position 0, beam 0    position 0, beam 1    position 1, beam 0    position 1, beam 1
 #
@@ -69,7 +69,7 @@ from partition import constrain
 
 
 def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> Array:
-    """Call dot_product_attention for few queries, those of the newest tokens."""
+    """Call dot_product_attention for the few queries of the newest tokens."""
     N = q.shape[2]
     if partition.platform() == "tpu":
         # Fewer than 8 rows would not use the matrix unit, and take four times as long.
@@ -244,7 +244,7 @@ def start_beams(B: int, N: int, T: int) -> BeamState:
 
 
 def length_penalty(tokens, decode_cfg: DecodeConfig):
-    """The divisor of a score: that of Wu et al. 2016, as in T5X, or of Hugging Face."""
+    """Return the divisor of a score, as in T5X (Wu et al. 2016) or Hugging Face."""
     base = {"gnmt": (5 + tokens) / 6, "length": tokens}[decode_cfg.length_penalty]
     return base**decode_cfg.alpha
 
@@ -275,8 +275,8 @@ def extend_beams(state: BeamState, log_probs: Array, t, *, decode_cfg) -> BeamSt
     finished_scores, best = lax.top_k(both_scores, N)
     finished_ids = gather_beams(jnp.append(state.finished_ids, extended, axis=1), best)
 
-    # Scores are negative, and those of live beams can only fall. So the largest penalty
-    # gives a bound of what the best live beam can reach. Like T5X, take that of T + 1
+    # Scores are negative, and live beams can only get worse. So the largest divisor gives
+    # a bound of what the best live beam can reach. Like T5X, take the divisor of T + 1
     # ids. The search ends when N finished outputs are better.
     bound = live_scores[:, :1] / length_penalty(T + 1.0, decode_cfg)
     done = finished_scores[:, -1:] > bound
@@ -583,7 +583,7 @@ def skip_answered(file, examples: Iterator[Request], block_size: int) -> int:
 
 
 def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
-    """Write OUTPUT.DIGEST.partial, or continue that of a killed command. Rename it."""
+    """Write OUTPUT.DIGEST.partial, or continue it after a kill. Then rename it."""
     cfg, mode = options.cfg, options.mode
     if os.path.exists(options.output):
         raise UserError(f"{options.output} exists already: name another --output.")

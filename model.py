@@ -5,9 +5,9 @@ logits of a Batch of token ids, and `loss_fn` computes the training loss.
 
     python model.py --config small_c4     print the shape of every parameter
 
-The equations are those of Raffel et al. 2020 (arXiv:1910.10683), section 2.1, with the
-changes of version 1.1: a gated GELU, an output layer of its own, and no dropout in
-pretraining. The logits and the loss equal those of T5X (t5x/examples/t5/network.py).
+The equations follow Raffel et al. 2020 (arXiv:1910.10683), section 2.1, with the changes
+of version 1.1: a gated GELU, an output matrix besides the embedding matrix, and no
+dropout in pretraining. Logits and loss are equal in T5X (t5x/examples/t5/network.py).
 
 Comments and einsums use these letters for the shapes:
 
@@ -433,7 +433,7 @@ def cross_entropy(
     """
     V = logits.shape[-1]
     log_z = jax.nn.logsumexp(logits, axis=-1)
-    # The gradient of a lookup would be a scatter, that of this sum is a product.
+    # A sum of products instead of a lookup, whose gradient would be a slow scatter.
     target_logit = jnp.sum(jax.nn.one_hot(targets, V) * logits, axis=-1)
     loss = log_z - target_logit
     if label_smoothing:
@@ -458,7 +458,7 @@ def loss_sums(
 ) -> tuple[Array, dict]:
     """Return the training loss and a dict of sums over the target tokens.
 
-    params: those of the output matrix are enough. x [B, T, D]: the output of the decoder.
+    params: the output matrix is enough. x [B, T, D]: the output of the decoder.
     loss_weights [B, T]: 1 for the tokens that count, else 0.
     """
     if resolve_auto(cfg.model).loss_impl == "chunked":
@@ -477,8 +477,8 @@ def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
     """Sum the training loss over the target tokens of a batch. Return it with a dict.
 
     The loss is the cross entropy plus the z-loss in nats. To get a mean,
-    train.accumulate_gradients divides it by the number of tokens. The sums of the dict
-    are divided, too, and logged: a new one appears in metrics.jsonl by its name.
+    train.accumulate_gradients divides it by the number of tokens. The sums in the dict
+    are divided and logged, too: another sum appears in metrics.jsonl by its name.
     """
     x = encode_and_decode(params, batch, cfg.model, rng)
     loss_weights = (batch.target_segments > 0).astype(jnp.float32)  # leaves out padding
@@ -499,8 +499,8 @@ def mean_metrics(sums: dict) -> dict:
 def resolve_auto(arch: ModelConfig) -> ModelConfig:
     """Replace "auto" by what suits the platform.
 
-    The dtype is that of activations and matmuls: parameters are always float32. Attention
-    "xla" and loss "full" are in this file, others in extras/.
+    Activations and matmuls have this dtype, and parameters are always float32. Attention
+    "xla" and loss "full" are in this file, other forms in extras/.
     """
     platform = partition.platform()
     has_kernel = configs.HAS_EXTRAS and platform != "cpu"
@@ -555,7 +555,7 @@ def gather_weights(stack_name: str, w: dict, arch: ModelConfig) -> dict:
 
     `constrain` asks for arrays without that split, so the compiler gathers them.
     """
-    table = param_table(arch)[stack_name]["layers"]  # Axis 0 is that of the layers.
+    table = param_table(arch)[stack_name]["layers"]  # Axis 0 counts layers.
     return jax.tree.map(lambda p, array: constrain(array, *p.axes[1:]), table, w)
 
 

@@ -52,8 +52,8 @@ except ImportError:  # Without this optional library, there is only metrics.json
 def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
     """Return the learning rate of a training step, counted from 0.
 
-    The schedule is a product of factors, such as "constant * rsqrt_decay". The factors
-    are those of T5X (create_learning_rate_scheduler in t5x/utils.py).
+    The schedule is a product of factors, such as "constant * rsqrt_decay". T5X has the
+    same factors (create_learning_rate_scheduler in t5x/utils.py).
     """
     step = jnp.maximum(0.0, step - train_cfg.schedule_offset)
     warmup = train_cfg.warmup_steps
@@ -151,7 +151,7 @@ class TrainState(NamedTuple):
 def init_state(cfg: Config) -> TrainState:
     """Return the state of a new run, with random parameters."""
     params = model.init_params(cfg.model, jax.random.key(cfg.train.seed))
-    # The first state does not depend on the rate. train_step passes that of its step.
+    # The first state does not depend on the rate. train_step passes the rate of its step.
     opt_state = OPTIMIZERS[cfg.train.optimizer](0.0, cfg.train).init(params)
     return TrainState(jnp.int32(cfg.train.start_step), params, opt_state)
 
@@ -188,7 +188,7 @@ def accumulate_gradients(
         new = gradients(params, *microbatch_and_rng)
         return jax.tree.map(jnp.add, total, new), None
 
-    # The gradients and sums of a microbatch have the shapes of those of the batch.
+    # Gradients and sums have the same shapes for a microbatch as for the batch.
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradients, params, batch, rng))
     return lax.scan(add, zeros, (microbatches, rngs))[0]
 
@@ -275,7 +275,7 @@ def train_loop(
 
 
 class Timer:
-    """Measure the speed of training, without that of evaluations and checkpoints."""
+    """Measure the speed of training steps, without evaluations and checkpoints."""
 
     def __init__(self, cfg: Config):
         self.flops = model.train_flops(cfg)  # of a row
@@ -514,8 +514,8 @@ def find_start(
 ) -> tuple[Path | None, bool, int]:
     """Return (checkpoint, resumes, step): where a run begins.
 
-    A run resumes from its newest checkpoint. A new one has random weights, or those of
-    `init_from`, whose step and optimizer it takes, too, with --train.restore all.
+    A run resumes from its newest checkpoint. A new run has random weights, or takes the
+    weights of `init_from`, and with --train.restore all also its step and optimizer.
     """
     train_cfg = cfg.train
     checkpoint = partition.newest_checkpoint(run_dir)
@@ -587,11 +587,12 @@ class Options(configs.Options):
 
 
 # Where the settings of a run come from:
-# - Its folder has a checkpoint: from the run. All flags, and --config if it is given, must
+# - Its folder has a checkpoint: from the run. Flags, and --config if it is given, must
 #   agree with them, except for configs.CHANGEABLE.
 # - It has only config.json, as the run was killed early, and --run_dir is given without
 #   --config: from the run. Flags change them.
-# - Else: from --config, but network and vocabulary from --init_from. Flags change the rest.
+# - Else: from --config, but network and vocabulary from --init_from. Flags change the
+#   rest.
 
 
 def parse(argv: list[str] | None = None) -> Options:
