@@ -296,7 +296,7 @@ class Options:
 
 
 def location_flags(argv: list[str] | None) -> argparse.Namespace:
-    """Return --config, --run_dir and --init_from, which say where the settings are."""
+    """Return --config, --run_dir and --init_from, which name the defaults for tyro."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for flag in ("config", "run_dir", "init_from"):
         parser.add_argument(f"--{flag}", f"--{flag.replace('_', '-')}", default="")

@@ -719,6 +719,9 @@ def convert(
             to_t5x.write(run, names, temporary, np_dtype)
         check_written(run, read_model(temporary), np_dtype)
         temporary.rename(destination)
+    except Exception as error:  # Not every library names the file.
+        error.add_note(f"{src} was not converted.")
+        raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     params = model.count_params(model.param_table(run.cfg.model))

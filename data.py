@@ -329,8 +329,7 @@ class Tokenizer:
         """Return the ids of each text, without EOS. All cores are used."""
         # SentencePiece finds a sentinel only behind a space.
         texts = [re.sub("(?<=[^ ])<extra_id_", " <extra_id_", text) for text in texts]
-        threads = -1 if len(texts) > 1 else 1
-        return self.processor.encode(texts, return_type="numpy", num_threads=threads)
+        return self.processor.encode(texts, return_type="numpy", num_threads=-1)
 
     def decode(self, ids) -> str:
         """Return the text of the ids before the first EOS."""
@@ -538,30 +537,30 @@ def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.nda
 # ---- rows ------------------------------------------------------------------------------
 
 
-def pack(sizes: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
-    """Return a row for each example, whose sizes [N, 2] are its inputs and its targets.
+def pack(lengths: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
+    """Return a row for each example, whose lengths [N, 2] are inputs and targets.
 
     Best fit, from the longest example to the shortest: each goes to the row with space in
     which the free fractions of inputs and targets are then most similar, or to a new row.
     """
-    share = sizes / limits
+    share = lengths / limits
     num_rows = int(np.ceil(share.sum(axis=0)).max())  # fewer cannot hold all tokens
-    free = np.tile(limits, (len(sizes), 1)).T  # [2, N]: at most a row for each example
-    row_of = np.zeros(len(sizes), int)
+    free = np.tile(limits, (len(lengths), 1)).T  # [2, N]: at most a row for each example
+    row_of = np.zeros(len(lengths), int)
     for i in np.argsort(-share.sum(axis=1), kind="stable").tolist():
-        inputs, targets = free[:, :num_rows] - sizes[i, :, None]  # what would be left
+        inputs, targets = free[:, :num_rows] - lengths[i, :, None]  # what would be left
         fits = (inputs >= 0) & (targets >= 0)
         difference = np.abs(inputs / limits[0] - targets / limits[1])
         r = np.where(fits, difference, np.inf).argmin()
         if not fits[r]:
             r, num_rows = num_rows, num_rows + 1
         row_of[i] = r
-        free[:, r] -= sizes[i]
+        free[:, r] -= lengths[i]
     return row_of
 
 
 def fill_rows(rows: list[list[Example]], limits: tuple[int, int]) -> Batch:
-    """Write the examples of each row one after the other. limits: the sizes of a row."""
+    """Write the examples of each row one after the other. limits: lengths of a row."""
     sides = []
     for side, limit in enumerate(limits):
         tokens, segments = np.zeros((2, len(rows), limit), np.int32)
@@ -660,11 +659,11 @@ def examples_of(name, task, tokenizer, cfg, windows, cursor: Cursor) -> Iterator
         cursor = next_window
 
 
-def print_statistics(packed: Batch, sizes: np.ndarray, limits: tuple[int, int]) -> None:
+def print_statistics(packed: Batch, lengths: np.ndarray, limits: tuple[int, int]) -> None:
     """Print what the first packed rows tell of lengths and vocabulary."""
-    cut = (sizes >= limits).any(axis=1).mean()
+    cut = (lengths >= limits).any(axis=1).mean()
     inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
-    unknown = (packed.inputs == UNK).sum() / sizes[:, 0].sum()
+    unknown = (packed.inputs == UNK).sum() / lengths[:, 0].sum()
     print(f"data     {cut:.1%} of examples fill a row (in pretraining, all) or are cut")
     print(f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full")
     print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
@@ -681,10 +680,11 @@ class Batches(Iterator):
         self.cfg = cfg
         self.rates = train_tasks(cfg)
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
+        self.packs = cfg.data.pack
         start = {"used_rows": 0, "cursors": dict.fromkeys(self.rates, Cursor())}
         self.position = position or start
         self.cursors = {name: Cursor(*c) for name, c in self.position["cursors"].items()}
-        self.streams, sizes = {}, []
+        self.streams, files_found = {}, []
         reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         size = WINDOW_CHARACTERS // min(len(self.rates), 32)
         for name, cursor in self.cursors.items():
@@ -692,8 +692,8 @@ class Batches(Iterator):
             windows = read_windows(task, task_files, tokenizer, cfg, size, cursor)
             windows = prefetch(windows, reader, ahead=1)
             self.streams[name] = examples_of(name, task, tokenizer, cfg, windows, cursor)
-            sizes += [[file.name.split("/")[-1], file.size] for file in task_files]
-        files = zlib.crc32(json.dumps([self.rates, sizes]).encode())
+            files_found += [[file.name.split("/")[-1], file.size] for file in task_files]
+        files = zlib.crc32(json.dumps([self.rates, files_found]).encode())
         if self.position.setdefault("files_crc32", files) != files:
             raise UserError("This run began with other files, rates, or another Python.")
         # A GPU may need 10 batches while the examples of the next window are made.
@@ -710,7 +710,6 @@ class Batches(Iterator):
         # SeqIO draws tasks at random. This takes the task farthest behind its rate: rates
         # of 3 and 1 give a a a b a a a b. `phase` lets tasks of equal rates take turns.
         phase = (np.arange(len(names)) + 0.5) / len(names)
-        packs = self.cfg.data.pack
         examples, filled = [], np.zeros(2)  # rows that all inputs and all targets need
         while max(filled) < ROWS_PER_PACK:
             k = np.argmin((totals + phase) / rates)
@@ -718,7 +717,7 @@ class Batches(Iterator):
             if example:
                 totals[k] += 1
                 examples.append(example)
-                lengths = [len(ids) for ids in example] if packs else self.limits
+                lengths = [len(ids) for ids in example] if self.packs else self.limits
                 filled += np.divide(lengths, self.limits)
             elif examples:  # The epoch of a task ends here, and so does the pack.
                 break
@@ -728,15 +727,15 @@ class Batches(Iterator):
         """Pack the next examples, and shuffle the rows."""
         total = sum(cursor.total for cursor in self.cursors.values())
         examples = self.choose_examples()
-        sizes = np.array([[len(ids) for ids in example] for example in examples])
-        row_of = pack(sizes, self.limits) if self.cfg.data.pack else np.arange(len(sizes))
+        lengths = np.array([[len(ids) for ids in example] for example in examples])
+        row_of = pack(lengths, self.limits) if self.packs else np.arange(len(examples))
         new_number = random_order(row_of.max() + 1, self.cfg.train.seed, total, ROW_ORDER)
         rows = [[] for _ in new_number]
         for r, example in zip(new_number[row_of], examples):
             rows[r].append(example)
         packed = fill_rows(rows, self.limits)
         if not total:
-            print_statistics(packed, sizes, self.limits)
+            print_statistics(packed, lengths, self.limits)
         return packed
 
     def make_batches(self) -> Iterator:

@@ -128,7 +128,7 @@ def decode_step(
         bias = lax.dynamic_slice_in_dim(bias, t, 1, axis=1)
         bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
 
-        def attend(q, k, v):  # which decoder_layer calls with the newest keys and values
+        def attend(q, k, v):  # called at once, with the newest keys and values
             old_and_new = zip(cache[i], (k, v))
             cache[i] = [write(old, new, t * N, axis=2) for old, new in old_and_new]
             return attend_few_queries(q, *cache[i], mask, bias)
