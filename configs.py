@@ -61,7 +61,7 @@ class ModelConfig:
     # rematerialization: what the backward pass computes again. none: nothing; full: all
     # but attention kernels; dots: all but attention kernels and products with weights
     remat: Literal["dots", "none", "full"] = "dots"
-    # xla is the code of model.py; auto is a kernel of extras/ on a TPU or GPU, else xla
+    # xla is the code of model.py; auto is a kernel of extras/ on a TPU or GPU that fits
     attention_impl: Literal["auto", "xla", "kernel"] = "auto"
     # auto is extras/chunked_loss.py on a TPU and for large vocabularies, else full
     loss_impl: Literal["auto", "full", "chunked"] = "auto"
@@ -235,9 +235,10 @@ RECIPES = {
 }
 # fmt: on
 
-# Without the folder extras/, there are no tasks of T5 and T0, kernels and plots.
+# Without the folder extras/, there are only text files, SentencePiece, and no kernels.
 HAS_EXTRAS = importlib.util.find_spec("extras") is not None
-# A user's recipe file may define TASKS, MIXTURES and a VOCABULARY, a tokenizer.
+# These tables are filled by data.py, evaluate.py, extras/, and the user's recipe file,
+# which may also define a VOCABULARY, a tokenizer.
 TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, None
 
 

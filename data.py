@@ -3,9 +3,9 @@
     records -> documents -> token ids -> examples (inputs, targets) -> rows -> batches
 
 A record is a dict from a file. A task makes documents of it, which are texts or pairs of
-texts. Span corruption joins the documents of a window, the next 8 million characters of a
-task, and cuts them into chunks (t5 joins 128 documents). A chunk becomes an example; a
-pair is one already. A row of a batch holds one example or several packed ones.
+texts. Span corruption joins the documents of a window, the next 8 million characters, of
+which many tasks get less, and cuts them into chunks (t5 joins 128 documents). A chunk
+becomes an example; a pair is one already. A row holds one example or several packed ones.
 
     python data.py --show 3                                     print rows of a batch
     python data.py --data.task glue_v002_proportional --list    list tasks and rates
@@ -42,7 +42,7 @@ Example = tuple[Ids, Ids]  # inputs and targets
 
 
 class Batch(NamedTuple):
-    """int32 arrays [rows, inputs_length] or [rows, targets_length].
+    """int32 arrays [rows, S] of inputs or [rows, T] of targets, padded to S and T.
 
     The segment of a token is the number of its example in the row, from 1; padding has 0.
     decoder_inputs are the targets of each example, shifted right, with PAD in front.
@@ -540,8 +540,8 @@ def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.nda
 def pack(lengths: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     """Return a row for each example, whose lengths [N, 2] are inputs and targets.
 
-    Best fit, from the longest example to the shortest: each goes to the row with space in
-    which the free fractions of inputs and targets are then most similar, or to a new row.
+    From the longest example to the shortest, each goes to the row with space in which the
+    free fractions of inputs and targets are then most similar, or to a new row.
     """
     share = lengths / limits
     num_rows = int(np.ceil(share.sum(axis=0)).max())  # fewer cannot hold all tokens
@@ -584,8 +584,8 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 
 
 # ---- batches ---------------------------------------------------------------------------
-# read_windows     documents of WINDOW_CHARACTERS, in the order of the files
-# examples_of      their examples, shuffled
+# read_windows     the chunks or pairs of the next texts, in the order of the files
+# examples_of      the examples that are made from them, shuffled
 # choose_examples  the next examples of all tasks by their rates, for ROWS_PER_PACK rows
 # pack_rows        these examples, packed into rows, which are shuffled
 # make_batches     batches of rows, and the position from which a restart continues

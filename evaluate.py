@@ -8,7 +8,7 @@
 generates a text for each example, and compares it with the target by the metrics of the
 task, as the t5 library does. --mode rank takes the most probable of given answer choices
 as the model's answer, as for T0. The metrics are appended to RUN/eval/metrics.jsonl, and
-the outputs are written to RUN/eval/TASK-STEP.jsonl.
+the outputs are written beside it, to files such as TASK-STEP.jsonl.
 """
 
 import collections
@@ -40,12 +40,11 @@ def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> tupl
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
     x = model.encode_and_decode(params, batch, cfg.model)
 
-    def sums(is_counted, cfg):
-        weights = is_counted.astype("float32")
+    def sums(weights, cfg):
         return model.loss_sums(params, x, batch.targets, weights, cfg)[1]
 
     unsmoothed = replace(cfg, train=replace(cfg.train, label_smoothing=0.0))
-    return sums(batch.target_segments > 0, cfg), sums(is_content, unsmoothed)
+    return sums(model.target_weights(batch), cfg), sums(is_content, unsmoothed)
 
 
 def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:

@@ -6,10 +6,11 @@
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
 Each line of IN.jsonl is an object with "inputs" and, for --mode score, "targets". Both
-are a text or a list of token ids, which is used exactly as given, with no EOS or cut.
-OUT.jsonl has the same lines in the same order, with a new field "prediction", "score"
-(the log-probability of the targets) or "embedding" (the mean output of the encoder). A
-result does not depend on the other lines, up to rounding.
+are a text or a list of token ids, which is used as given (0 is padding), with no EOS or
+cut. OUT.jsonl has the same lines in the same order, with a new field "prediction",
+"score" (the log-probability of the targets) or "embedding" (the mean output of the
+encoder). Up to rounding, a result depends only on its line, and random samples also on
+its number.
 
 Letters of shapes: B examples, N outputs of an example (beams or samples), S input length,
 T maximum number of generated ids, H heads, C channels of a head, K keys, V vocabulary.
@@ -353,9 +354,9 @@ def generate(
 @jax.jit(static_argnames="arch", out_shardings=P())
 def score(params: dict, batch: data.Batch, arch: ModelConfig) -> Array:
     """Return the log-probability of the targets of each row [B], including EOS."""
-    logits = model.forward(params, batch, arch)
-    losses = model.cross_entropy(logits, batch.targets)["cross_ent_loss"]
-    return -jnp.sum(losses, axis=1, where=batch.target_segments > 0)
+    log_probs = jax.nn.log_softmax(model.forward(params, batch, arch))
+    of_targets = jnp.take_along_axis(log_probs, batch.targets[..., None], axis=-1)[..., 0]
+    return jnp.sum(of_targets, axis=1, where=batch.target_segments > 0)
 
 
 @jax.jit(static_argnames="arch", out_shardings=P())

@@ -234,7 +234,7 @@ def dot_product_attention(
 
     The scores are not divided by sqrt(C): param_table scales the query weights instead.
     q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K] or None.
-    On a TPU or GPU, a kernel of extras/ computes the same, until you edit this function.
+    On a TPU or GPU, a kernel of extras/ does the same, until you edit this function.
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -259,7 +259,7 @@ def make_attend(
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
         if resolve_auto(arch).attention_impl == "kernel":
-            from extras import attention_kernel  # the same result, in less time
+            from extras import attention_kernel  # equal up to rounding, and faster
 
             return attention_kernel.attend(q, k, v, mask, bias)
         return dot_product_attention(q, k, v, mask, bias)
@@ -453,13 +453,18 @@ def cross_entropy(
     }
 
 
+def target_weights(batch) -> Array:
+    """Return the weight of each target token of a data.Batch in the loss [B, T]."""
+    return (batch.target_segments > 0).astype(jnp.float32)  # leaves out padding
+
+
 def loss_sums(
     params: dict, x: Array, targets: Array, loss_weights: Array, cfg: Config
 ) -> tuple[Array, dict]:
     """Return the training loss and a dict of sums over the target tokens.
 
     params: the output matrix is enough. x [B, T, D]: the output of the decoder.
-    loss_weights [B, T]: 1 for the tokens that count, else 0.
+    loss_weights [B, T]: those of target_weights, or others.
     """
     if resolve_auto(cfg.model).loss_impl == "chunked":
         from extras.chunked_loss import chunked_sums  # the same result, with less memory
@@ -481,8 +486,7 @@ def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
     are divided and logged, too: another sum appears in metrics.jsonl by its name.
     """
     x = encode_and_decode(params, batch, cfg.model, rng)
-    loss_weights = (batch.target_segments > 0).astype(jnp.float32)  # leaves out padding
-    return loss_sums(params, x, batch.targets, loss_weights, cfg)
+    return loss_sums(params, x, batch.targets, target_weights(batch), cfg)
 
 
 def mean_metrics(sums: dict) -> dict:
@@ -493,7 +497,7 @@ def mean_metrics(sums: dict) -> dict:
 
 
 # ---- devices and memory ----------------------------------------------------------------
-# This section changes where and how the model is computed, but not what.
+# This section changes where and how the model is computed, but, up to rounding, not what.
 
 
 def resolve_auto(arch: ModelConfig) -> ModelConfig:

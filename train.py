@@ -5,7 +5,8 @@ that was stopped or killed, run the same command again. On the same devices, the
 exactly that of a run that was never stopped.
 
     python train.py                      train `tiny` in a minute or two on a CPU
-    python train.py --config small_c4    train T5 1.1 small on C4, on all local devices
+    python train.py --config small_c4 --data.vocab spiece.model
+                                         train T5 1.1 small on C4, on all local devices
 
 Example: the learning rate of T5 is constant for 10,000 steps, and then 1 / sqrt(step).
 
@@ -166,7 +167,7 @@ def accumulate_gradients(
     by train.loss_normalizing_factor.
     Returns the gradients, and the sums of model.loss_fn.
     """
-    tokens = jnp.sum(batch.target_segments > 0)  # those that count in model.loss_fn
+    tokens = jnp.sum(model.target_weights(batch))
     divisor = cfg.train.loss_normalizing_factor or jnp.maximum(tokens, 1.0)
 
     def loss(params, microbatch, rng):

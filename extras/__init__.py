@@ -1,1 +1,1 @@
-"""Parts that only some users need. The scripts work without this folder."""
+"""Parts that only some users need. The scripts can train on files without this folder."""

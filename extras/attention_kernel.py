@@ -27,7 +27,7 @@ from extras import gpu_attention
 from model import dot_product_attention
 
 # The checksum of the source of dot_product_attention, which the kernels compute, too.
-EQUATION = 0xF9885614
+EQUATION = 0x87877E3C
 # The most scores (rows * heads * queries * keys) that fit into on-chip memory.
 MAX_SCORES = 1 << 19
 
@@ -249,6 +249,7 @@ def attend(q, k, v, mask, bias=None) -> Array:
     if on_gpu and gpu_attention_fits(q):
         return gpu_attention.attend(q, k, v, mask, bias)
     if on_gpu or not block_sizes((B, Q, H, C), K):
+        configs.print_once("compute  no kernel fits this device, dtype or shape")
         return dot_product_attention(q, k, v, mask, bias)
     q, k, v = (x.swapaxes(1, 2).reshape(B, -1, H * C) for x in (q, k, v))
     mask = jnp.broadcast_to(mask[:, 0], (B, Q, K)).astype(jnp.int8)

@@ -31,7 +31,7 @@ def split_targets(*arrays: Array) -> list[Array]:
     return [a.reshape(B, n, T // n, *a.shape[2:]).swapaxes(0, 1) for a in arrays]
 
 
-def on_each_device(compute, out_specs: tuple, unembedding, x, targets, loss_weights, cfg):
+def for_own_rows(compute, out_specs: tuple, unembedding, x, targets, loss_weights, cfg):
     """Let each device compute for its own rows."""
     rows = P("data")
     local = jax.shard_map(
@@ -86,14 +86,14 @@ def chunked_sums(
 ) -> tuple[Array, dict]:
     """Compute what model.loss_sums computes. Only the total loss has a gradient."""
     args = unembedding, x, targets, loss_weights, cfg
-    (sums,) = on_each_device(part_sums, (P(),), *args)
+    (sums,) = for_own_rows(part_sums, (P(),), *args)
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 
 
 def forward(unembedding, x, targets, loss_weights, cfg):
     specs = P(), P(), P("data")
     args = unembedding, x, targets, loss_weights, cfg
-    sums, d_unembedding, d_x = on_each_device(part_gradients, specs, *args)
+    sums, d_unembedding, d_x = for_own_rows(part_gradients, specs, *args)
     return (sums["cross_ent_loss"] + sums["z_loss"], sums), (d_unembedding, d_x)
 
 
