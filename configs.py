@@ -290,8 +290,7 @@ class Options:
 
     # Its flags have no prefix: --train.steps, and not --cfg.train.steps.
     cfg: tyro.conf.FlagConversionOff[Annotated[Config, tyro.conf.arg(name="")]]
-    # name of a recipe, or a Python file that defines CONFIG
-    recipe: Annotated[str, tyro.conf.arg(name="config")] = ""
+    config: str = ""  # name of a recipe, or a Python file that defines CONFIG
     run_dir: str = ""  # folder of the run
     distributed: DistributedConfig = DistributedConfig()
 

@@ -1031,7 +1031,7 @@ def test_init_from_takes_the_network_and_the_vocabulary_of_the_other_run(tmp_pat
         with pytest.raises(UserError, match=flag.split()[0][2:]):
             train.parse(argv + flag.split())
     configs.save_run(options.cfg, tmp_path / "new", init_from=f"{tmp_path}/")
-    assert train.parse(argv[2:4]) == replace(options, recipe="", init_from=f"{tmp_path}/")
+    assert train.parse(argv[2:4]) == replace(options, config="", init_from=f"{tmp_path}/")
     configs.write_file(tmp_path / "new/checkpoints/step_00000010/complete", "1")
     train.parse(argv)  # Another spelling is not another run.
 

@@ -652,7 +652,7 @@ def main() -> None:
     run_dir = configs.to_path(options.run_dir)
     partition.start_jax(options)
     with partition.lock(run_dir):
-        train(options.cfg, run_dir, options.recipe, options.init_from)
+        train(options.cfg, run_dir, options.config, options.init_from)
 
 
 if __name__ == "__main__":
