@@ -638,7 +638,6 @@ def write_hf(run: Run, folder: Path, dtype: np.dtype) -> None:
         arrays[name] = np.ascontiguousarray(array if path == "embed" else array.T, dtype)
     file = folder / "model.safetensors"
     safetensors.numpy.save_file(arrays, file, {"format": "pt"})
-    file.chmod(0o644)  # Some versions of safetensors hide it from other users.
     family = "umt5" if arch.per_layer_bias else "t5"
     has_decoder = arch.num_decoder_layers > 0
     kind = "ForConditionalGeneration" if has_decoder else "EncoderModel"
@@ -653,6 +652,8 @@ def write_hf(run: Run, folder: Path, dtype: np.dtype) -> None:
         **SPECIAL_IDS,
     }
     write_json(folder / "config.json", config)
+    # Some versions of safetensors hide their file from other users.
+    file.chmod((folder / "config.json").stat().st_mode)
     write_json(folder / "generation_config.json", SPECIAL_IDS)
     if run.tokenizer:
         write_hf_vocabulary(run.tokenizer, folder, arch.vocab_size)
@@ -725,7 +726,7 @@ def convert(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     params = model.count_params(model.param_table(run.cfg.model))
-    print(f"converted {src}, {params:,} parameters after {run.step:,} steps, to {dst}")
+    print(f"converted step {run.step:,} of {src}, with {params:,} parameters, to {dst}")
     if not run.tokenizer:
         print(f"{src} has no vocabulary: copy its spiece.model into {dst}.")
 
