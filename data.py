@@ -524,7 +524,7 @@ def make_examples(items: list, task: Task, tokenizer, cfg, *seeds) -> list[Examp
 
 
 def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.ndarray:
-    """Truncate, and append EOS. T0 has no EOS in inputs and in truncated targets."""
+    """Truncate, and append EOS. T0 has none in inputs, nor in truncated targets."""
     limit = data_cfg.inputs_length if side == "inputs" else data_cfg.targets_length
     end = [EOS] if side == "targets" or task.eos_in_inputs else []
     if len(ids) + len(end) > limit:

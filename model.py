@@ -7,7 +7,7 @@ logits of a Batch of token ids, and `loss_fn` computes the training loss.
 
 The equations follow Raffel et al. 2020 (arXiv:1910.10683), section 2.1, with the changes
 of version 1.1: a gated GELU, an output matrix besides the embedding matrix, and no
-dropout in pretraining. Logits and loss are equal in T5X (t5x/examples/t5/network.py).
+dropout in pretraining. T5X (t5x/examples/t5/network.py) has equal logits and losses.
 
 Comments and einsums use these letters for the shapes:
 
@@ -464,7 +464,7 @@ def loss_sums(
     """Return the training loss and a dict of sums over the target tokens.
 
     params: the output matrix is enough. x [B, T, D]: the output of the decoder.
-    loss_weights [B, T]: those of target_weights, or others.
+    loss_weights [B, T]: how much each token counts, such as target_weights.
     """
     if resolve_auto(cfg.model).loss_impl == "chunked":
         from extras.chunked_loss import chunked_sums  # the same result, with less memory
