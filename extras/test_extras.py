@@ -24,8 +24,10 @@ import configs
 import convert
 import data
 import evaluate
+import infer
 import model
 import partition
+import train
 from configs import UserError
 from extras import (
     attention_kernel, bench, chunked_loss, gpu_attention, mesh_tensorflow, plan, pretokenize,
@@ -130,6 +132,35 @@ def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
     content = batch.targets > 5
     sums = evaluate.batch_sums(place(params, fast), batch, content, fast)
     assert_close(sums, evaluate.batch_sums(place(params, fast), batch, content, plain))
+
+
+@pytest.mark.parametrize("loss_impl", ["full", "chunked"])
+def test_edited_weights_count_everywhere_and_scores_need_no_loss(loss_impl, monkeypatch):
+    """As after an edit of model.target_weights, and then one of model.cross_entropy."""
+    cfg = change(model=dict(loss_impl=loss_impl), train=dict(microbatches=2))
+    params, batch = make_params(cfg), make_batch()
+
+    def edited(batch):  # a target counts as much as its position
+        return jnp.arange(1.0, 10.0) * (batch.target_segments > 0)
+
+    def weighted_mean(params):
+        logits = model.forward(params, batch, cfg.model)
+        losses = model.cross_entropy(logits, batch.targets, cfg.train.z_loss)
+        total, weights = losses["cross_ent_loss"] + losses["z_loss"], edited(batch)
+        return jnp.sum(total * weights) / jnp.sum(weights)
+
+    loss, gradients = jax.value_and_grad(weighted_mean)(params)
+    scores = infer.score(params, batch, cfg.model)
+    monkeypatch.setattr(model, "target_weights", edited)
+    found, _ = train.accumulate_gradients(params, batch, cfg, None)
+    assert_close(found, gradients)
+    # A program that was compiled before an edit would not see it, but __wrapped__ does.
+    content = batch.targets > 5
+    edited_sums = lambda *args: evaluate.batch_sums.__wrapped__(*args, content, cfg)
+    sums, _ = jax.jit(edited_sums)(params, batch)
+    assert_close(model.mean_metrics(sums)["loss"], loss)
+    monkeypatch.setattr(model, "cross_entropy", lambda *_: {})
+    assert_close(infer.score.__wrapped__(params, batch, cfg.model), scores)
 
 
 def test_auto_chooses_the_faster_forms(monkeypatch):
