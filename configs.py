@@ -235,7 +235,8 @@ RECIPES = {
 }
 # fmt: on
 
-# Without the folder extras/, there are only text files, SentencePiece, and no kernels.
+# Without the folder extras/, there are only text files, SentencePiece, the weights of
+# Hugging Face, and no kernels.
 HAS_EXTRAS = importlib.util.find_spec("extras") is not None
 # These tables are filled by data.py, evaluate.py, extras/, and the user's recipe file,
 # which may also define a VOCABULARY, a tokenizer.

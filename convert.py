@@ -11,7 +11,8 @@ All of them hold the same numbers under different names. T5X has an array
 T5 stacks all layers: [layers, inputs, outputs]. Their readers return arrays with the
 names and axes of T5X, and `to_plain` stacks them. An array that is missing, unknown or of
 another shape stops the conversion. What a format does not state is assumed, and printed.
-A vocabulary is copied, not translated.
+A vocabulary is copied, not translated. extras/ has what reads and writes files of T5X and
+Mesh TensorFlow.
 
 Memory holds the arrays up to three times: 11 billion parameters need 140 GB.
 
@@ -32,11 +33,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import safetensors.numpy
 import sentencepiece
 import tyro
@@ -189,115 +188,6 @@ def to_plain(arrays: dict, arch: ModelConfig, source: Path) -> dict[str, np.ndar
             f"its configuration contradicts them."
         )
     return plain
-
-
-def adafactor_state(slots: dict, arch: ModelConfig, step: int) -> dict[str, np.ndarray]:
-    """Return T5X's averages of squared gradients with the names of train.TrainState.
-
-    optax uses the same three arrays for each parameter: the complete averages v, or for a
-    matrix v_row and v_col, of which v_row belongs to the shorter axis. An array that is
-    not needed is a single zero. The result is {} if T5X used another optimizer.
-    """
-    params = jax.eval_shape(lambda: model.init_params(arch, jax.random.key(0)))
-    state = jax.eval_shape(optax.scale_by_factored_rms().init, params)
-    shapes = partition.flatten({"opt_state": [state]})
-    plain = {name: np.zeros(a.shape, a.dtype) for name, a in shapes.items()}
-    plain["opt_state/0/count"] = np.int32(step)
-    for path, layer, name, _ in all_foreign_names(arch):
-        for slot in ("m", "v", "v_row", "v_col"):  # m: of a momentum
-            # Like optax, use an array of size 1 for a slot that a parameter lacks.
-            array = slots.get(f"{name}/{slot}", np.zeros(1))
-            part = plain.get(f"opt_state/0/{slot}/{path}", np.zeros(1))
-            if part.shape != (1,):
-                part = part[layer]
-            if array.shape != part.shape:
-                print(f"The state of another optimizer ({name}/{slot}) is left out.")
-                return {}
-            part[...] = array
-    return plain
-
-
-# ---- reading T5X and Mesh TensorFlow ---------------------------------------------------
-
-
-def read_t5x(folder: Path) -> dict:
-    """Read T5X's own format: a msgpack file, and a zarr folder for each large array."""
-    import tensorstore
-
-    def is_zarr(leaf):
-        return isinstance(leaf, dict) and "driver" in leaf
-
-    def load(leaf):
-        if not is_zarr(leaf):
-            return leaf
-        # TensorStore before 0.1.14 wrote the path beside "kvstore".
-        path = folder.resolve() / {**leaf, **leaf["kvstore"]}["path"]
-        spec = {
-            "driver": "zarr",
-            "dtype": leaf["dtype"],
-            "kvstore": {"driver": "file", "path": str(path)},
-            "metadata": {"shape": leaf["metadata"]["shape"], "order": "C"},
-            "fill_missing_data_reads": False,  # else a missing chunk is read as zeros
-        }
-        array = tensorstore.open(spec, open=True).result()
-        if array.spec().to_json()["metadata"]["dtype"].startswith(">"):
-            raise UserError(f"{path}/.zarray is damaged: it states big-endian numbers.")
-        return array.read().result()
-
-    tree = flax.serialization.msgpack_restore((folder / "checkpoint").read_bytes())
-    if tree["version"] != 3:  # version 2 stores bfloat16 as integers
-        raise UserError(f"{folder} has version {tree['version']} of T5X's format, not 3.")
-    return jax.tree.map(load, tree["optimizer"], is_leaf=is_zarr)
-
-
-def read_orbax(folder: Path) -> dict:
-    """Read a checkpoint of the library Orbax, which T5X writes today."""
-    import orbax.checkpoint as ocp
-
-    reader = ocp.PyTreeCheckpointer()
-    tree = reader.metadata(folder).item_metadata.tree
-    as_numpy = jax.tree.map(lambda _: ocp.RestoreArgs(restore_type=np.ndarray), tree)
-    return reader.restore(folder, restore_args=as_numpy)
-
-
-def read_mesh_tensorflow(prefix: Path) -> dict:
-    from extras import mesh_tensorflow
-
-    params, slots, step = mesh_tensorflow.read(prefix)
-    state = {"step": step, "param_states": with_t5x_names(slots)}
-    return {"target": with_t5x_names(params), "state": state}
-
-
-# What the weights do not show, and where a Gin file of T5X or Mesh TensorFlow states it.
-GIN_PATTERNS = {
-    "activation": r"(?:mlp_activations|DenseReluDense\.activation) = (.*)",
-    "relative_max_distance": r"RelativePositionBiases\.max_distance = ([^%\s]\S*)",
-    "dropout": r"(?:T5Config\.dropout_rate|\bDROPOUT_RATE) = ([^%\s]\S*)",
-}
-
-
-def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
-    """Return a ModelConfig with the values that Gin files state.
-
-    The last statement counts, and the first folder is read last. "%NAME" is a reference.
-    """
-    files = [f / n for f in folders for n in ("config.gin", "operative_config.gin")]
-    text = "\n".join(file.read_text() for file in reversed(files) if file.is_file())
-    text = re.sub(" *#.*", "", text)
-    stated = {}
-    for field, pattern in GIN_PATTERNS.items():
-        if values := re.findall(pattern, text):
-            stated[field] = type(getattr(arch, field))(values[-1])
-    if "activation" in stated:  # such as "('gelu', 'linear')"
-        kind, *linear = re.findall(r"\w+", stated["activation"].replace("swish", "silu"))
-        stated["activation"] = f"gated_{kind}" if linear == ["linear"] else kind
-        if stated["activation"] not in HF_ACTIVATIONS.values():
-            raise UserError(f"{folders[0]}: plain T5 has no activation {kind}.")
-    if assumed := [
-        f"{name} {getattr(arch, name)}" for name in GIN_PATTERNS if name not in stated
-    ]:
-        print(f"No Gin file states the model's {', '.join(assumed)}: they are assumed.")
-    return replace(arch, **stated)
 
 
 # ---- reading Hugging Face --------------------------------------------------------------
@@ -582,30 +472,23 @@ def read_model(source: Path, step: str = "latest") -> Run:
     """Read a model in any format."""
     if is_run(source):
         return read_run(source, step)
-    slots, steps = {}, 0
-    folders = [source]
+    folders, steps, state = [source], 0, {}
     if (source / "config.json").exists():
         arrays, arch = read_hf(source)
     else:
+        from extras import mesh_tensorflow, t5x_checkpoints
+
         if Path(f"{source}.index").exists():
-            tree = read_mesh_tensorflow(source)
-        elif (source / "state" / "_METADATA").exists():
-            tree = read_orbax((source / "state").resolve())
-        elif (source / "checkpoint").is_file():
-            tree = read_t5x(source)
+            arrays, slots, steps = mesh_tensorflow.read(source)
+            arrays = with_t5x_names(arrays)
+            slots = partition.flatten(with_t5x_names(slots))
         else:
-            raise UserError(
-                f"{source} is no run, no Hugging Face folder (config.json and weights), "
-                f"no T5X folder checkpoint_N, and no prefix of a TensorFlow checkpoint."
-            )
+            arrays, slots, steps = t5x_checkpoints.read(source)
         folders.append(source.parent)  # The Gin file and the vocabulary may be there.
-        steps = int(tree["state"]["step"])
-        slots = partition.flatten(tree["state"].get("param_states", {}))
-        arrays = partition.flatten(tree["target"])
-        arch = with_gin(model_config(arrays, source), folders)
-    arrays = {"step": np.int32(steps), **to_plain(arrays, arch, source)}
-    if slots:
-        arrays |= adafactor_state(slots, arch, steps)
+        arch = t5x_checkpoints.with_gin(model_config(arrays, source), folders)
+        names = all_foreign_names(arch)
+        state = t5x_checkpoints.adafactor_state(slots, names, arch, steps)
+    arrays = {"step": np.int32(steps), **to_plain(arrays, arch, source), **state}
     vocab, extra_ids = find_vocabulary(folders, arch.vocab_size)
     data_cfg = DataConfig(vocab=vocab, extra_ids=extra_ids)
     cfg = Config(arch, data_cfg, TrainConfig(steps=max(steps, 1)))
@@ -714,10 +597,10 @@ def convert(
         elif to == "hf":
             write_hf(run, temporary, np_dtype)
         else:
-            from extras import to_t5x
+            from extras import t5x_checkpoints
 
             names = all_foreign_names(run.cfg.model)
-            to_t5x.write(run, names, temporary, np_dtype)
+            t5x_checkpoints.write(run, names, temporary, np_dtype)
         check_written(run, read_model(temporary), np_dtype)
         temporary.rename(destination)
     except Exception as error:  # Not every library names the file.

@@ -15,9 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import configs
@@ -28,17 +30,16 @@ import infer
 import model
 import partition
 import train
-from configs import UserError
+from configs import ModelConfig, UserError
 from extras import (
     attention_kernel, bench, chunked_loss, gpu_attention, mesh_tensorflow, plan, pretokenize,
-    rates, t5_tasks, tfrecord, toys,
+    rates, t5_tasks, t5x_checkpoints, tfrecord, toys,
 )  # fmt: skip
 from test_all import (  # noqa: F401 (fixtures)
-    BYTES, FINETUNE, HERE, PERIODS, SMALL, T5X_MODEL, TOKENIZER, assert_close, assert_equal,
+    BYTES, FINETUNE, HERE, PERIODS, SMALL, TOKENIZER, assert_close, assert_equal,
     assert_learns, change, command, compiled, here, hf_state, loss_and_gradients,
     make_attention, make_batch, make_params, one_device, ones, params_of, place, pretrained,
-    restored_state, run, sentences, start, t5x_state, values_of, write_jsonl, write_model,
-    write_t5x,
+    run, sentences, start, values_of, write_jsonl, write_model,
 )  # fmt: skip
 
 # ---- attention_kernel, chunked_loss ----------------------------------------------------
@@ -882,7 +883,120 @@ def test_a_recipe_may_bring_its_own_vocabulary(monkeypatch):
         tokenizer.encode(["a"])
 
 
-# ---- to_t5x ----------------------------------------------------------------------------
+# ---- t5x_checkpoints -------------------------------------------------------------------
+
+T5X_MODEL = ModelConfig(  # with matrices that are wide, tall, square and not factored
+    vocab_size=300, d_model=128, d_ff=130, d_kv=32, num_heads=4, num_layers=1,
+    num_decoder_layers=2, relative_buckets=20,
+)  # fmt: skip
+
+
+def t5x_state(m, seed=0):
+    """Return a state of T5X, and gradients of which a step of Adafactor has its slots."""
+    rng, tree = np.random.default_rng(seed), {"state/step": np.int32(1000)}
+    gradients = jax.tree.map(
+        lambda p: np.empty(p.shape, np.float32), model.param_table(m)
+    )
+    for path, layer, name, _ in convert.all_foreign_names(m):
+        part = partition.flatten(gradients)[path][layer]
+        shape = part.shape
+        tree[f"target/{name}"] = rng.standard_normal(shape, dtype=np.float32)
+        g = rng.standard_normal(shape, dtype=np.float32)
+        part[...] = g
+        slots = dict.fromkeys(("m", "v", "v_row", "v_col"), np.zeros(1, np.float32))
+        if min(shape) >= 128 and len(shape) == 2:
+            short, long = np.argsort(shape, kind="stable")
+            slots |= {"v_row": (g * g).mean(long), "v_col": (g * g).mean(short)}
+        else:
+            slots["v"] = g * g
+        tree |= {f"state/param_states/{name}/{k}": a for k, a in slots.items()}
+    return flax.traverse_util.unflatten_dict(tree, sep="/"), gradients
+
+
+def write_t5x(folder, tree, version=3):
+    folder.mkdir(parents=True)
+    content = {"version": version, "optimizer": tree}
+    content = flax.serialization.msgpack_serialize(content)
+    (folder / "checkpoint").write_bytes(content)
+    return folder
+
+
+def restored_state(run):
+    """Return the train.TrainState that --train.restore all loads."""
+    cfg = configs.load_run(run)[0]
+    template = train.abstract_state(cfg)
+    return train.load_state(cfg, template, partition.newest_checkpoint(run))
+
+
+def test_t5x_is_read_with_the_optimizer(tmp_path):
+    tree, gradients = t5x_state(T5X_MODEL)
+    convert.convert(write_t5x(tmp_path / "t5x", tree), tmp_path / "run")
+    assert configs.load_run(tmp_path / "run")[0].model == T5X_MODEL
+    state = restored_state(tmp_path / "run")
+    adafactor = optax.scale_by_factored_rms()
+    _, expected = adafactor.update(gradients, adafactor.init(state.params), state.params)
+    found = state.opt_state[0]
+    assert found.count == state.step == 1000
+    assert_close(found._replace(count=0), expected._replace(count=0), 1e-6)
+
+
+@pytest.mark.parametrize("slot", [{"m": ones(128, 300)}, {"v_row": ones(1)}])
+def test_the_state_of_another_optimizer_is_left_out(slot, tmp_path):
+    """Adafactor with momentum, or one that has no averages for a matrix."""
+    tree, _ = t5x_state(T5X_MODEL)
+    tree["state"]["param_states"]["decoder"]["logits_dense"]["kernel"] |= slot
+    source = write_t5x(tmp_path / "t5x", tree)
+    assert not any("opt_state" in name for name in convert.read_model(source).arrays)
+
+
+def test_orbax_is_read(tmp_path):
+    import orbax.checkpoint as ocp
+
+    tree, _ = t5x_state(T5X_MODEL)
+    with ocp.PyTreeCheckpointer() as writer:
+        writer.save(tmp_path / "checkpoint_1000/state", tree)
+    found = convert.read_model(tmp_path / "checkpoint_1000").arrays
+    expected = convert.read_model(write_t5x(tmp_path / "t5x", tree)).arrays
+    assert found.keys() == expected.keys()
+    assert_equal(found, expected)
+
+
+def test_other_versions_of_t5x_are_refused(tmp_path):
+    source = write_t5x(tmp_path / "old", {}, version=2)
+    with pytest.raises(UserError, match="version 2"):
+        convert.convert(source, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("x.mlp_activations = ('swish', 'linear')", {"activation": "gated_silu"}),
+        ("mlp_activations = ['gelu', 'linear']", {"activation": "gated_gelu"}),
+        ("a.DenseReluDense.activation = 'relu'  # gelu", {"activation": "relu"}),
+        ("# mlp_activations = ('silu', 'linear')\nother = 3", {}),
+        ("DROPOUT_RATE = 0.2\nT5Config.dropout_rate = %DROPOUT_RATE", {"dropout": 0.2}),
+        ("T5Config.dropout_rate = 0.1\nT5Config.dropout_rate = 1e-5", {"dropout": 1e-5}),
+        ("RelativePositionBiases.max_distance = 7", {"relative_max_distance": 7}),
+    ],
+)
+def test_gin_files_state_what_weights_do_not_show(text, expected, tmp_path, capsys):
+    """The last statement counts, and the folder of the checkpoint before its parent."""
+    m, inner = ModelConfig(), tmp_path / "checkpoint_5"
+    inner.mkdir()
+    (tmp_path / "operative_config.gin").write_text(text)
+    assert t5x_checkpoints.with_gin(m, [inner, tmp_path]) == replace(m, **expected)
+    printed = capsys.readouterr().out  # what is assumed
+    assumed = {name for name in t5x_checkpoints.GIN_PATTERNS if name in printed}
+    assert assumed == t5x_checkpoints.GIN_PATTERNS.keys() - expected
+    (inner / "config.gin").write_text(
+        "RelativePositionBiases.max_distance = 9\nT5Config.dropout_rate = 0.5\n"
+        "mlp_activations = ('silu',)"
+    )
+    stated = dict(activation="silu", dropout=0.5, relative_max_distance=9)
+    assert t5x_checkpoints.with_gin(m, [inner, tmp_path]) == replace(m, **stated)
+    (inner / "config.gin").write_text("mlp_activations = ('tanh', 'linear')")
+    with pytest.raises(UserError, match="tanh"):
+        t5x_checkpoints.with_gin(m, [inner, tmp_path])
 
 
 def test_t5x_and_back_with_the_optimizer(tmp_path):
@@ -892,7 +1006,7 @@ def test_t5x_and_back_with_the_optimizer(tmp_path):
     for dtype in ("float32", "bfloat16"):
         folder = tmp_path / "run" / ".." / dtype  # TensorStore refuses such a path
         convert.convert(tmp_path / "run", folder, to="t5x", dtype=dtype)
-        back = partition.flatten(convert.read_t5x(folder))
+        back = partition.flatten(t5x_checkpoints.read_own_format(folder))
         assert back.keys() == tree.keys()
         for name, array in tree.items():
             kind = dtype if name.startswith("target") else array.dtype
@@ -908,8 +1022,8 @@ def test_checkpoints_that_t5x_wrote_and_back(kind, tmp_path):
     convert.convert(cases / kind, tmp_path / "run")
     assert restored_state(tmp_path / "run").step == 1000
     convert.convert(tmp_path / "run", tmp_path / "back", to="t5x")
-    back = partition.flatten(convert.read_t5x(tmp_path / "back"))
-    first = partition.flatten(convert.read_t5x(cases / "checkpoint_1000"))
+    back = partition.flatten(t5x_checkpoints.read_own_format(tmp_path / "back"))
+    first = partition.flatten(t5x_checkpoints.read_own_format(cases / "checkpoint_1000"))
     assert back.keys() == first.keys() >= set(wanted.files)
     for name in back:
         assert np.asarray(back[name]).dtype == np.asarray(first[name]).dtype
