@@ -72,7 +72,6 @@ class DataConfig:
     """The text, and the examples that are made from it."""
 
     source: str = ""  # text instead of the task's own, such as 'jsonl:data/{split}*.gz'
-    validation_source: str = ""  # held-out text, if {split} does not name it
     task: str = "span_corruption"  # task or mixture; see `python data.py --list`
     eval_tasks: str = ""  # tasks to evaluate, with commas; empty means the training task
     fields: str = ""  # names of the source's fields, as in inputs=question,targets=answer

@@ -407,9 +407,8 @@ def train_vocabulary(cfg: Config, size: int) -> bytes:
 
 
 def text_to_text(record: dict) -> list[dict]:
-    """Use the fields inputs and targets, or, of SeqIO, the texts inputs_pretokenized."""
-    stored = [key for key in ("inputs", "targets") if f"{key}_pretokenized" in record]
-    return [record | {key: record[f"{key}_pretokenized"] for key in stored}]
+    """Use the fields inputs and targets as they are."""
+    return [record]
 
 
 def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
@@ -795,8 +794,7 @@ def mixture_rates(name: str, cfg: Config) -> dict[str, float]:
     if name not in MIXTURES:
         return {name: 1.0}
     rates, members = Counter(), MIXTURES[name]
-    has_source = cfg.data.validation_source or (cfg.data.source and not callable(members))
-    if has_source and name == cfg.data.task:
+    if cfg.data.source and name == cfg.data.task and not callable(members):
         raise UserError(f"The mixture {name} has no sources of its own: its tasks have.")
     for member, rate in (members(cfg) if callable(members) else members).items():
         inner = mixture_rates(member, cfg)
@@ -831,9 +829,6 @@ def find_task(name: str, cfg: Config) -> Task:
 def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     """Return a task and the files of a split, [] if it lacks the split."""
     task = find_task(name, cfg)
-    validation_source = cfg.data.validation_source
-    if validation_source and name == cfg.data.task and split == "validation":
-        task = task._replace(source=validation_source, splits=(split,))
     files = source_files(task.source, split, cfg) if split in task.splits else []
     if re.search(r"{split}|^(hf|tfds|seqio):", task.source):
         return task, files
@@ -841,8 +836,8 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
     train_sources = [find_task(other, cfg).source for other in train_tasks(cfg)]
     if absolute_source(task.source) not in map(absolute_source, train_sources):
         return task, files
-    if validation_source or split not in ("train", "validation"):
-        return task, files if split == "train" else []
+    if split not in ("train", "validation"):
+        return task, []
     configs.print_once(f"data     5 % of the first 20,000 are held out: {task.source}")
     readers = [partial(split_records, file, i, split) for i, file in enumerate(files)]
     return task, [file._replace(read=r) for file, r in zip(files, readers)]

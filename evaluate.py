@@ -143,11 +143,9 @@ def compute_metrics(task: data.Task, examples, targets, outputs) -> tuple[dict, 
     """Return the metrics, such as {"accuracy": 50.0}, and a line for each example.
 
     A line is the example with the fields output, target and prediction. The metrics of a
-    task are functions, or names of functions; if it has none, accuracy counts.
+    task are functions, or names in METRICS; if it has none, accuracy counts.
     """
-    functions = [METRICS.get(x, x) for x in task.metrics or ("accuracy",)]
-    if unknown := [x for x in functions if isinstance(x, str)]:
-        raise UserError(f"There is no metric {unknown}, but {', '.join(METRICS)}.")
+    functions = [x if callable(x) else METRICS[x] for x in task.metrics or ("accuracy",)]
     lines = []
     for example, target, output in zip(examples, targets, outputs):
         target = postprocess(task, target, example, is_target=True)
@@ -488,9 +486,7 @@ def chosen_tasks(options: Options, run_cfg: Config) -> list[str]:
     """Return the names of the tasks to evaluate."""
     cfg, split = options.cfg, options.split
     names = data.eval_tasks(cfg, options.tasks)
-    new, old = (
-        (c.data.task, c.data.source, c.data.validation_source) for c in (cfg, run_cfg)
-    )
+    new, old = ((c.data.task, c.data.source) for c in (cfg, run_cfg))
     if new != old and names != [cfg.data.task]:
         raise UserError(
             f"Another --data.task or source needs one task, as in --tasks qa --data.task "

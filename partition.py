@@ -64,22 +64,14 @@ def constrain(x: jax.Array, *axes) -> jax.Array:
 def set_mesh(cfg: Config, devices: list | None = None) -> Mesh:
     """Create the mesh of all devices, and make JAX use it."""
     devices = devices or jax.devices()
-    model_size = cfg.mesh.model
-    data_size = len(devices) // model_size
-    for name, size, parts in (
-        ("--mesh.model: the number of devices", len(devices), model_size),
-        ("--model.num_heads", cfg.model.num_heads, model_size),
-        ("--model.d_ff", cfg.model.d_ff, model_size),
-        ("--model.vocab_size", cfg.model.vocab_size, model_size),
-        ("--model.d_model", cfg.model.d_model, data_size if cfg.mesh.fsdp else 1),
-    ):
-        if size % parts:
-            raise UserError(f"{name} ({size}) cannot be split into {parts} equal parts.")
+    if len(devices) % cfg.mesh.model:  # JAX would not use all devices.
+        raise UserError(
+            f"--mesh.model must divide the number of devices, {len(devices)}."
+        )
+    shape = len(devices) // cfg.mesh.model, cfg.mesh.model
     # With Auto axes, the compiler follows the constraints that `constrain` sets.
     types = AxisType.Auto, AxisType.Auto
-    mesh = jax.make_mesh(
-        (data_size, model_size), ("data", "model"), types, devices=devices
-    )
+    mesh = jax.make_mesh(shape, ("data", "model"), types, devices=devices)
     jax.set_mesh(mesh)
     return mesh
 
@@ -191,13 +183,9 @@ def write_shards(path: Path, arrays: Any, data_position: Any) -> None:
     """Write the shards that this process has to write, and the position in the data."""
     headers, shards, offset = [], [], 0
     for name, array in sorted(flatten(arrays).items()):
-        # Devices can hold copies of a shard, which JAX numbers. Every process chooses the
-        # same copy, by the name, so that each of them writes a part of the arrays.
-        copies = 1 + max(part.replica_id for part in array.global_shards)
-        chosen_copy = zlib.crc32(name.encode()) % copies
         header = {"name": name, "shape": array.shape, "dtype": array.dtype.name}
         for part in array.addressable_shards:
-            if part.replica_id == chosen_copy:
+            if part.replica_id == 0:  # Other devices can hold copies of it.
                 bounds = [i.indices(n)[:2] for i, n in zip(part.index, array.shape)]
                 headers.append(header | {"bounds": bounds})
                 shards.append(part.data)

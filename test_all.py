@@ -1203,9 +1203,9 @@ def test_a_batch_is_a_part_of_an_order_of_rows(mixture):
 
 
 def test_the_seed_and_the_epoch_choose_order_and_spans(tmp_path):
-    (tmp_path / "a.txt").write_text("a text of one row, in each epoch with other spans")
-    source = dict(source=f"text:{tmp_path}/a.txt", validation_source="x:")
-    cfg = change(BYTES, data=dict(task="span_corruption", **source))
+    (tmp_path / "train").write_text("a text of one row, in each epoch with other spans")
+    source = f"text:{tmp_path}/{{split}}"
+    cfg = change(BYTES, data=dict(task="span_corruption", source=source))
 
     def first(seed):
         return next(data.Batches(change(cfg, train=dict(seed=seed)), TOKENIZER)).inputs
@@ -1253,8 +1253,8 @@ def test_an_error_in_the_background_reaches_the_training_loop(mixture, tmp_path)
 @pytest.mark.parametrize("text", ["", "text"])
 def test_a_source_is_refused_only_if_all_of_it_is_empty(text, tmp_path, monkeypatch):
     monkeypatch.setattr(data, "WINDOW_CHARACTERS", 1 << 9)  # two records
-    source = write_jsonl(tmp_path / "a.jsonl", [{"text": ""}] * 30 + [{"text": text}])
-    settings = dict(source=source, task="span_corruption", validation_source="x:")
+    write_jsonl(tmp_path / "train", [{"text": ""}] * 30 + [{"text": text}])
+    settings = dict(source=f"jsonl:{tmp_path}/{{split}}", task="span_corruption")
     refused = pytest.raises(UserError, match="jsonl")
     with contextlib.nullcontext() if text else refused:
         next(data.Batches(change(BYTES, data=settings), TOKENIZER))
@@ -1338,31 +1338,31 @@ def test_values_that_are_neither_texts_nor_ids_are_refused(ids):
 @pytest.mark.parametrize(
     "kind, content, message",
     [
-        ("text", b"one\ntwo\xff\n", "a:2 is not UTF-8"),
-        ("text", gzip.compress(b"one\n" * 9999, mtime=0)[:-9], "a.gz"),
-        ("jsonl", b'{"inputs": "a", "targets": "b"}\n\n{"inputs"', "a:3 "),
-        ("jsonl", b'["inputs"]', "a:1 "),
+        ("text", b"one\ntwo\xff\n", "train:2 is not UTF-8"),
+        ("text", gzip.compress(b"one\n" * 9999, mtime=0)[:-9], "train.gz"),
+        ("jsonl", b'{"inputs": "a", "targets": "b"}\n\n{"inputs"', "train:3 "),
+        ("jsonl", b'["inputs"]', "train:1 "),
         ("jsonl", b'{"inputs": "a", "target": "b"}', "record 1.*'target'.*KeyError"),
         ("jsonl", b'{"inputs": "a", "targets": null}', "record 1.*NoneType"),
         ("jsonl", b'{"inputs": "a", "targets": 7}', "record 1.*int"),
         ("jsonl", b'{"inputs": "\\ud800", "targets": ""}', "record 1.*surrogates"),
-        ("csv", b"inputs,targets\na,b\nc\n", "a:3 has 1 values"),
-        ("csv", b"inputs,targets\na,b,c\n", "a:2 has 3 values"),
-        ("csv", b'inputs,targets\na,"b\n', "a.*end of data"),
+        ("csv", b"inputs,targets\na,b\nc\n", "train:3 has 1 values"),
+        ("csv", b"inputs,targets\na,b,c\n", "train:2 has 3 values"),
+        ("csv", b'inputs,targets\na,"b\n', "train.*end of data"),
         ("csv", b'inputs,targets\na,b\n"a"b,c\n', "record 2.*expected after"),
-        ("csv", b"a,a\nb,c\n", "a:2 has 2 values"),
-        ("tsv", b"inputs\ttargets\na,b\n", "a:2 has 1 values"),
-        ("parquet", b"PAR1 damaged", "a, record 1"),
+        ("csv", b"a,a\nb,c\n", "train:2 has 2 values"),
+        ("tsv", b"inputs\ttargets\na,b\n", "train:2 has 1 values"),
+        ("parquet", b"PAR1 damaged", "train, record 1"),
         ("jsonl", b'{"inputs": [5, 359], "targets": [5]}', "outside the vocabulary"),
         ("jsonl", b'{"inputs": [5, -1], "targets": [5]}', "outside the vocabulary"),
     ],
 )  # fmt: skip
 def test_a_damaged_example_stops_the_run_and_is_named(kind, content, message, tmp_path):
-    path = tmp_path / ("a.gz" if content[:2] == b"\x1f\x8b" else "a")
-    path.write_bytes(content)
+    end = ".gz" if content[:2] == b"\x1f\x8b" else ""
+    (tmp_path / f"train{end}").write_bytes(content)
     task = "span_corruption" if kind == "text" else "text_to_text"
-    source, other = f"{kind}:{path}", dict(validation_source="jsonl:other")
-    cfg = change(BYTES, data=dict(source=source, task=task, **other))
+    source = f"{kind}:{tmp_path}/{{split}}{end}"
+    cfg = change(BYTES, data=dict(source=source, task=task))
     with pytest.raises(UserError, match=message):
         next(data.Batches(cfg, TOKENIZER))
 
@@ -1403,11 +1403,7 @@ def test_nothing_is_held_out_of_files_that_only_evaluate(tmp_path):
     assert sum(1 for _ in data.read_task(other, "validation", cfg)) == 30
     for same in ("text_to_text", source, source.replace("/a.jsonl", "/./a.jsonl")):
         assert sum(1 for _ in data.read_task(same, "validation", cfg)) < 10
-    cfg = change(cfg, data=dict(validation_source=other))
-    assert sum(1 for _ in data.read_task("text_to_text", "train", cfg)) == 40
-    assert not data.open_task(source, "validation", cfg)[1]
     assert not data.open_task("text_to_text", "test", cfg)[1]
-    assert sum(1 for _ in data.read_task("text_to_text", "validation", cfg)) == 30
 
 
 def test_a_split_in_a_name_and_fields_with_other_names(tmp_path):
@@ -1437,8 +1433,6 @@ def test_held_out_batches_are_in_order_and_padded(tmp_path, tables):
     assert_equal(found, batches[:2])
     configs.TASKS["only"] = data.Task("jsonl:other", splits=("train",))
     assert data.batches_of_split("only", "validation", cfg, TOKENIZER) == []
-    cfg = change(cfg, data=dict(task="only", validation_source=source))
-    assert len(data.batches_of_split("only", "validation", cfg, TOKENIZER)) == 3
 
 
 @pytest.mark.parametrize(
@@ -1456,11 +1450,9 @@ def test_a_template_fills_fields_and_labels(example, expected):
             fill(example | {name: value})
 
 
-def test_stored_texts_win_over_stored_ids_which_lose_padding_and_eos():
-    row = dict(inputs=[5, 1], inputs_pretokenized="a", targets=[7, 8, 1])
-    (formatted,) = data.text_to_text(row)
-    assert formatted["inputs"] == "a"
-    ((inputs, targets),) = data.encode_pairs([formatted], data.Task(), TOKENIZER, BYTES)
+def test_stored_ids_lose_padding_and_eos():
+    row = dict(inputs="a", targets=[7, 8, 1])
+    ((inputs, targets),) = data.encode_pairs([row], data.Task(), TOKENIZER, BYTES)
     assert (inputs.tolist(), targets.tolist()) == ([100, 1], [7, 8, 1])
     padded = dict(inputs=[100, 1, 0, 0], targets=np.array([7, 0, 8, 0]))
     ((inputs, targets),) = data.encode_pairs([padded], data.Task(), TOKENIZER, BYTES)
@@ -1497,9 +1489,8 @@ def test_rates_of_mixtures(name, expected, monkeypatch):
         assert data.train_tasks(cfg).keys() == {k for k, v in expected.items() if v}
         assert data.eval_tasks(cfg) == ["x", "y", "zero", "z"]
     if name == "flat":
-        for field in ("source", "validation_source"):
-            with pytest.raises(UserError, match="flat"):
-                data.Batches(change(cfg, data={field: "jsonl:a"}), TOKENIZER)
+        with pytest.raises(UserError, match="flat"):
+            data.Batches(change(cfg, data=dict(source="jsonl:a")), TOKENIZER)
 
 
 # ---- data: vocabularies ----------------------------------------------------------------
@@ -1662,8 +1653,10 @@ def test_a_batch_is_split_by_rows():
     ],
 )
 def test_sizes_that_a_mesh_cannot_split_are_refused(changes, number):
-    with pytest.raises(UserError, match=rf"\({number}\)"):
-        partition.set_mesh(change(**changes), jax.devices())
+    """By set_mesh, or by JAX."""
+    cfg = change(**changes)
+    with pytest.raises((UserError, ValueError), match=rf"\b{number}\b"):
+        train.lower_step(cfg, partition.set_mesh(cfg))
 
 
 # ---- partition: checkpoints ------------------------------------------------------------
@@ -2609,7 +2602,6 @@ def test_the_loss_is_a_mean_over_all_tokens_of_all_batches():
     params["unembed"] *= 0
     found = evaluate.evaluate_loss(params, cfg, batches, tokenizer)
     assert found["bits_per_byte"] == pytest.approx(math.log2(300), rel=1e-5)
-    assert found["token_accuracy"] == 0  # Equal logits predict nothing.
 
 
 def test_a_text_becomes_a_value_and_the_values_become_metrics():
@@ -2626,7 +2618,7 @@ def test_a_text_becomes_a_value_and_the_values_become_metrics():
     assert [(x["target"], x["prediction"]) for x in lines] == [(1, 1), (0, -1)]
     assert metrics == {"accuracy": 50.0}  # by default
     for wrong, named in ((half, half), "half"), (("f2",), "f2"), ((max,), "dict"):
-        with pytest.raises(UserError, match=named):
+        with pytest.raises((UserError, KeyError), match=named):
             evaluate.compute_metrics(task._replace(metrics=wrong), rows, *texts)
 
 

@@ -19,7 +19,6 @@ import json
 import math
 import signal
 import time
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -370,9 +369,7 @@ class Log:
                 folder = str(self.run_dir / "tensorboard" / group)
                 self.writers[group] = SummaryWriter(folder, purge_step=self.purge_step)
             for name, value in metrics.items():
-                # Like SeqIO, put the metrics of generated text in a section of their own.
-                tag = f"eval/{name}" if group.startswith("inference_eval/") else name
-                self.writers[group].add_scalar(tag, float(value), step)
+                self.writers[group].add_scalar(name, float(value), step)
             self.writers[group].flush()
 
     def has(self, step: int, group: str) -> bool:
@@ -600,50 +597,31 @@ def parse(argv: list[str] | None = None) -> Options:
     """Parse the flags, which change the settings of a run or of a recipe."""
     flags = configs.location_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
-    if partition.Checkpoints(run_dir).steps():
-        return parse_resumed(flags, run_dir, argv)
-    return parse_new(flags, run_dir, argv)
-
-
-def parse_resumed(flags: Namespace, run_dir: str, argv: list[str] | None) -> Options:
-    """Take the stored settings of a run, to which --config and flags must be equal."""
-    stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
-    cfg, init_from = stored, metadata["init_from"]
-    if flags.config:
-        cfg = configs.load_recipe(flags.config)
-        if init_from:  # The run with these weights may be gone.
-            cfg = configs.with_network_of(cfg, stored)
-    options = Options(cfg, flags.config, run_dir, init_from=init_from)
-    options = configs.parse_flags(options, argv)
-    if configs.to_path(options.init_from) != configs.to_path(init_from):
-        raise UserError(
-            f"{run_dir} began with {init_from or 'random weights'}: leave out "
-            f"--init_from, or name another --run_dir."
-        )
-    configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
-    return options
-
-
-def parse_new(flags: Namespace, run_dir: str, argv: list[str] | None) -> Options:
-    """Take the settings of a recipe, but network and vocabulary from --init_from."""
-    init_from = flags.init_from
-    has_settings = (configs.to_path(run_dir) / "config.json").exists()
-    if has_settings:
-        _, metadata = configs.load_run(run_dir)  # refuses a folder of Hugging Face
-    if has_settings and flags.run_dir and not flags.config:
-        # The run was killed before its first checkpoint.
-        cfg, _ = configs.load_run_and_tasks(run_dir)
-        init_from = init_from or metadata["init_from"]
-    else:
+    resumes = bool(partition.Checkpoints(run_dir).steps())
+    cfg, init_from = None, flags.init_from
+    if resumes or (configs.to_path(run_dir) / "config.json").exists():
+        stored, metadata = configs.load_run(run_dir)  # refuses a folder of Hugging Face
+        if resumes or flags.run_dir and not flags.config:
+            cfg, _ = configs.load_run_and_tasks(run_dir, flags.config)
+            init_from = init_from or metadata["init_from"]
+    if flags.config or not cfg:
         cfg = configs.load_recipe(flags.config or "tiny")
-    if not init_from:
-        return configs.parse_flags(Options(cfg, flags.config, run_dir), argv)
-    origin, _ = configs.load_run(init_from)
-    cfg = configs.with_network_of(cfg, origin)
+    if init_from:  # If this run resumes, the run with its first weights may be gone.
+        origin = stored if resumes else configs.load_run(init_from)[0]
+        cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.parse_flags(options, argv)
-    wanted = configs.with_network_of(options.cfg, origin)
-    configs.refuse_differences(options.cfg, wanted, [], init_from)
+    if resumes:
+        first = metadata["init_from"]
+        if configs.to_path(init_from) != configs.to_path(first):
+            raise UserError(
+                f"{run_dir} began with {first or 'random weights'}: leave out "
+                f"--init_from, or name another --run_dir."
+            )
+        configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
+    elif init_from:
+        wanted = configs.with_network_of(options.cfg, origin)
+        configs.refuse_differences(options.cfg, wanted, [], init_from)
     return options
 
 

@@ -74,7 +74,10 @@ def tfds_files(folder: str, split: str) -> dict:
 
 
 def decode_seqio(features: dict, record: bytes) -> dict:
-    """Convert a tf.Example to a dict of arrays, texts and single values (shape [])."""
+    """Convert a tf.Example to a dict of arrays, texts and single values (shape []).
+
+    Where it has the text of the inputs or targets, this takes the place of their ids.
+    """
     from tensorflow_datasets.proto import tf_example_generated_pb2
 
     example = {}
@@ -86,6 +89,9 @@ def decode_seqio(features: dict, record: bytes) -> dict:
         if features.get(key, {}).get("shape") == []:
             (values,) = values
         example[key] = values
+    for side in ("inputs", "targets"):  # The ids may be of another vocabulary.
+        if f"{side}_pretokenized" in example:
+            example[side] = example[f"{side}_pretokenized"]
     return example
 
 
