@@ -44,7 +44,7 @@ class ModelConfig:
     d_model: int = 512  # width of the residual stream
     d_ff: int = 1024  # width of the hidden layer of each MLP
     d_kv: int = 64  # width of an attention head; d_kv * num_heads may differ from d_model
-    num_heads: int = 6
+    num_heads: int = 6  # attention heads of a layer
     num_layers: int = 8  # layers of the encoder
     num_decoder_layers: int = 8  # layers of the decoder; 0 means an encoder alone
     # gated_gelu in T5 1.1, relu in T5 1.0
@@ -74,7 +74,6 @@ class DataConfig:
     source: str = ""  # text instead of the task's own, such as 'jsonl:data/{split}*.gz'
     task: str = "span_corruption"  # task or mixture; see `python data.py --list`
     eval_tasks: str = ""  # tasks to evaluate, with commas; empty means the training task
-    fields: str = ""  # names of the source's fields, as in inputs=question,targets=answer
     vocab: str = "train:32000"  # FILE.model, FILE.json, bytes, or train:N for N pieces
     extra_ids: int = 100  # sentinels <extra_id_0>, ... added to the vocabulary
     inputs_length: int = 512  # input tokens in a row, with EOS; longer inputs are cut
@@ -102,8 +101,10 @@ class TrainConfig:
     schedule_offset: int = 0  # steps that the schedule does not count
     decay_factor: float = 0.5  # factor of decay_every, or slope of linear_decay
     steps_per_decay: int = 20_000  # period of decay_every
-    steps_per_cycle: int | None = None  # period of cosine_decay; None: train.steps
-    weight_decay: float = 0.0
+    steps_per_cycle: int | None = None  # period of cosine_decay; None: all steps
+    weight_decay: float = (
+        0.0  # fraction of weights that a step removes; AdamW: times rate
+    )
     z_loss: float = 1e-4  # weight of (log Z)^2 in the loss
     label_smoothing: float = 0.0  # probability given to tokens other than the target
     # divisor of the summed loss; None: the number of target tokens of the batch
@@ -158,7 +159,7 @@ class DistributedConfig:
     """Several processes. Cloud TPUs and SLURM need none of these settings."""
 
     coordinator: str = ""  # address of process 0, such as 10.0.0.1:1234
-    processes: int | None = None
+    processes: int | None = None  # number of processes
     process: int | None = None  # number of this process, from 0
     timeout: int = 100  # seconds after which a lost process ends all others
 

@@ -98,11 +98,11 @@ def foreign_names(path: str, layer, gated: bool = True) -> tuple[str, str]:
     if sublayer not in SUBLAYERS or name not in IN_SUBLAYER:
         raise UserError(f"No other format has a name for the parameter {path}.")
     stack, _, part = sublayer.split("/")
-    t5x = part.replace("cross_attention", "encoder_decoder_attention")
-    sublayer_number, hf = SUBLAYERS[sublayer]
-    patterns = IN_SUBLAYER["up without gate" if name == "up" and not gated else name]
-    t5x, hf = (form.format(part=part, t5x=t5x, hf=hf) for form in patterns)
-    hf_layer = f"{stack}.block.{layer}.layer.{sublayer_number}"
+    t5x_part = part.replace("cross_attention", "encoder_decoder_attention")
+    number, hf_part = SUBLAYERS[sublayer]
+    t5x, hf = IN_SUBLAYER["up without gate" if name == "up" and not gated else name]
+    t5x, hf = t5x.format(part=part, t5x=t5x_part), hf.format(hf=hf_part)
+    hf_layer = f"{stack}.block.{layer}.layer.{number}"
     return f"{stack}/layers_{layer}/{t5x}", f"{hf_layer}.{hf}.weight"
 
 
@@ -113,7 +113,7 @@ def all_foreign_names(arch: ModelConfig) -> Iterator[tuple]:
     """
     gated = arch.activation.startswith("gated_")
     for path, param in partition.flatten(model.param_table(arch)).items():
-        for layer in range(param.shape[0]) if "/layers/" in path else [...]:
+        for layer in range(param.shape[0]) if "/layers/" in path else [Ellipsis]:
             yield path, layer, *foreign_names(path, layer, gated)
 
 
@@ -196,6 +196,7 @@ def to_plain(arrays: dict, arch: ModelConfig, source: Path) -> dict[str, np.ndar
 def with_t5x_names(arrays: dict) -> dict:
     """Replace the names of Hugging Face by T5X's names. Unknown names stay."""
     depth = len(arrays)  # an upper bound of the layers: unused names do no harm
+    # Block 0 of every T5 has a bias, but block 1 only in UMT5.
     bias = foreign_names("encoder/layers/attention/relative_bias", 1)[1]
     arch = ModelConfig(
         num_layers=depth,
@@ -277,7 +278,7 @@ def hf_config(arch: ModelConfig) -> dict[str, Any]:
         "dropout_rate": arch.dropout,
         "feed_forward_proj": projection,
         "is_gated_act": bool(gated),
-        "dense_act_fn": {"gelu": "gelu_new"}.get(activation, activation),
+        "dense_act_fn": "gelu_new" if activation == "gelu" else activation,
         "layer_norm_epsilon": 1e-6,
     }
 
@@ -309,9 +310,9 @@ def set_output_layer(arrays: dict, config: dict, folder: Path) -> None:
     head = arrays.pop("lm_head.weight", embed)
     is_equal = np.array_equal(head, embed, equal_nan=True)
     is_mt5 = config.get("model_type") == "mt5"
-    tied = config.get("tie_word_embeddings", True)
-    scaled = config.get("scale_decoder_outputs", tied) and not is_mt5
-    if not has_head and not tied and "scale_decoder_outputs" not in config:
+    flag = config.get("tie_word_embeddings", True)
+    scaled = config.get("scale_decoder_outputs", flag) and not is_mt5
+    if not has_head and not flag and "scale_decoder_outputs" not in config:
         raise UserError(f"{folder} has no lm_head.weight, although it is not tied.")
     stated = {"tie_word_embeddings", "scale_decoder_outputs"} & config.keys()
     if not is_equal and not stated and not is_mt5:
@@ -325,7 +326,8 @@ def set_output_layer(arrays: dict, config: dict, folder: Path) -> None:
             "Versions 4 and 5 of transformers read tie_word_embeddings of config.json in "
             "two ways. This model gets the logits of version 5."
         )
-    if not (is_equal and scaled):
+    is_tied = is_equal and scaled  # Plain T5 scales the logits of every tied model.
+    if not is_tied:
         factor = head.shape[1] ** -0.5 if scaled else 1
         arrays["lm_head.weight"] = head * np.float32(factor)
 
@@ -356,7 +358,7 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     if "lm_head.weight" in arrays or any(x.startswith("decoder.block.") for x in arrays):
         set_output_layer(arrays, config, folder)
     for name in arrays.keys() - {"shared.weight"}:
-        arrays[name] = arrays[name].T
+        arrays[name] = arrays[name].T  # from [outputs, inputs]
     arrays = with_t5x_names(arrays)
     arch = replace(
         model_config(arrays, folder),
@@ -364,9 +366,10 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
         dropout=config.get("dropout_rate", 0.1),
         relative_max_distance=config.get("relative_attention_max_distance", 128),
     )
-    config.setdefault("num_decoder_layers", config.get("num_layers"))
-    if not arch.num_decoder_layers:  # T5EncoderModel keeps the number of the whole model.
-        del config["num_decoder_layers"]
+    if arch.num_decoder_layers:
+        config.setdefault("num_decoder_layers", config.get("num_layers"))
+    else:  # T5EncoderModel keeps the number of the whole model.
+        config.pop("num_decoder_layers", None)
     generation = read_json(folder / "generation_config.json")
     config |= {k: v for k, v in generation.items() if k in SPECIAL_IDS}
     expected = hf_config(arch) | SPECIAL_IDS | {"feed_forward_proj": activation}
@@ -389,6 +392,7 @@ def find_vocabulary(folders: list[Path], vocab_size: int) -> tuple[str, int]:
     added |= {x["content"] for x in config.get("added_tokens_decoder", {}).values()}
     tokens = read_json(folders[0] / "tokenizer.json").get("added_tokens", [])
     added |= {x["content"] for x in tokens}
+    # SentencePiece models do not have the tokens that a user has added.
     own = {x for x in added if not re.fullmatch(r"▁?<(pad|/s|unk|extra_id_\d+)>", x)}
     models = ["spiece.model", "sentencepiece.model"] if not own else []
     files = [f / name for name in (*models, "tokenizer.json") for f in folders]

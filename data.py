@@ -3,8 +3,8 @@
     records -> documents -> token ids -> examples (inputs, targets) -> rows -> batches
 
 A record is a dict from a file. A task makes documents of it, which are texts or pairs of
-texts. Span corruption joins the documents of a window, the next 8 million characters, of
-which many tasks get less, and cuts them into chunks (t5 joins 128 documents). A chunk
+texts. Span corruption joins the documents of a window of 8 million characters (which the
+tasks of a mixture share), and cuts them into chunks (t5 joins 128 documents). A chunk
 becomes an example; a pair is one already. A row holds one example or several packed ones.
 
     python data.py --show 3                                     print rows of a batch
@@ -118,8 +118,9 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     noise, spans = noise_counts(length, data_cfg)
     kept = random_segmentation(length - noise, spans, rows, *seeds, length, 0)
     removed = random_segmentation(noise, spans, rows, *seeds, length, 1)
-    lengths = np.stack([kept, removed], axis=2).ravel()  # kept and removed in turn
-    noise_mask = np.tile([False, True], rows * spans).repeat(lengths).reshape(rows, -1)
+    lengths = np.stack([kept, removed], axis=2)  # [rows, spans, 2]: in turn
+    is_noise = np.broadcast_to([False, True], lengths.shape)
+    noise_mask = np.repeat(is_noise.ravel(), lengths.ravel()).reshape(rows, length)
     # In the inputs, a sentinel overwrites the first token of each removed span; in the
     # targets, the kept token before it. No span starts a row, so np.roll may wrap around.
     span_starts = noise_mask & ~np.roll(noise_mask, 1, axis=1)
@@ -128,8 +129,9 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     inputs, targets = tokens.astype(np.int32), tokens.astype(np.int32)
     inputs[span_starts] = sentinels
     targets[before_span] = sentinels
-    inputs, targets = inputs[~noise_mask | span_starts], targets[noise_mask | before_span]
-    return inputs.reshape(rows, -1), targets.reshape(rows, -1)
+    inputs = inputs[~noise_mask | span_starts].reshape(rows, -1)  # all equally long
+    targets = targets[noise_mask | before_span].reshape(rows, -1)
+    return inputs, targets
 
 
 # ---- objectives: chunks of text become examples (inputs, targets), without EOS ---------
@@ -143,7 +145,7 @@ def span_corruption(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list
         same_length = np.flatnonzero(lengths == length)
         tokens = np.stack([chunks[i] for i in same_length])
         noise, spans = noise_counts(length, data_cfg)
-        inputs, targets = length - noise + spans + 1, noise + spans + 1
+        inputs, targets = length - noise + spans + 1, noise + spans + 1  # numbers of ids
         too_long = inputs > data_cfg.inputs_length or targets > data_cfg.targets_length
         if spans > tokenizer.extra_ids or too_long:
             raise UserError(
@@ -151,9 +153,9 @@ def span_corruption(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list
                 f"of {tokenizer.extra_ids} sentinels: raise --data.targets_length or "
                 f"--data.mean_span_length, or use the task prefix_lm."
             )
-        sides = corrupt_spans(tokens, tokenizer.first_sentinel, data_cfg, *seeds)
-        for i, example in zip(same_length, zip(*sides)):
-            examples[i] = example
+        corrupted = corrupt_spans(tokens, tokenizer.first_sentinel, data_cfg, *seeds)
+        for i, inputs, targets in zip(same_length, *corrupted):
+            examples[i] = inputs, targets
     return examples
 
 
@@ -259,7 +261,7 @@ def source_files(source: str, split: str, cfg: Config) -> list[File]:
 
         return libraries.SOURCES[kind](name, split, cfg)
     if kind == "python":
-        # Not in a thread, because Python 3.11 cannot parse files in two threads at once.
+        # Called here, not in a thread: Python 3.11 cannot parse in two threads at once.
         return [File(f"Python {python_version()}", partial(iter, read_python()))]
     if kind not in READERS:
         kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
@@ -272,7 +274,7 @@ def source_files(source: str, split: str, cfg: Config) -> list[File]:
 
 
 def split_records(file: File, index: int, split: str) -> Iterator[dict]:
-    """Yield the records of a split: 5 % of the first 20,000 are for validation."""
+    """Yield a split of a file: 5 % of its first 20,000 records are for validation."""
     for number, record in enumerate(file.read()):
         if split == "validation" and number == 20_000:
             return
@@ -304,10 +306,11 @@ class Tokenizer:
         self.processor = sentencepiece.SentencePieceProcessor(model_proto=content)
 
     def set_pieces(self, serialized: bytes, pieces: list[str]) -> None:
+        """Find the sentinels among the pieces, and check their ids."""
         self.serialized = serialized
         self.size = len(pieces)
-        names = [re.fullmatch(r"\W?<extra_id_(\d+)>", piece) for piece in pieces]
-        ids = {int(name[1]): i for i, name in enumerate(names) if name}
+        matches = [re.fullmatch(r"▁?<extra_id_(\d+)>", piece) for piece in pieces]
+        ids = {int(match[1]): i for i, match in enumerate(matches) if match}
         self.extra_ids, self.first_sentinel = len(ids), ids.get(0)
         in_order = {k: ids.get(0, 0) - k for k in range(len(ids))}
         if pieces[:3] != ["<pad>", "</s>", "<unk>"] or ids != in_order:
@@ -356,15 +359,15 @@ def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
     if not (vocab or configs.VOCABULARY):
         raise UserError(f"Copy the model's spiece.model into {configs.run_dir_of(run)}.")
     kind, _, size = vocab.partition(":")
-    if configs.VOCABULARY or not (kind == "train" or vocab.endswith(".model")):
+    if kind == "train" and not configs.VOCABULARY:
+        tokenizer = Tokenizer(train_vocabulary(cfg, int(size)), cfg.data.extra_ids)
+    elif vocab.endswith(".model") and not configs.VOCABULARY:
+        with fsspec.open(vocab) as file:
+            tokenizer = Tokenizer(file.read(), cfg.data.extra_ids)
+    else:
         from extras import vocabularies
 
         tokenizer = vocabularies.load(vocab, cfg)
-    elif kind == "train":
-        tokenizer = Tokenizer(train_vocabulary(cfg, int(size)), cfg.data.extra_ids)
-    else:
-        with fsspec.open(vocab) as file:
-            tokenizer = Tokenizer(file.read(), cfg.data.extra_ids)
     if tokenizer.size > cfg.model.vocab_size:
         raise UserError(f"This vocabulary needs --model.vocab_size {tokenizer.size}.")
     if tokenizer.sha256 != metadata.get("vocabulary", tokenizer.sha256):
@@ -406,11 +409,6 @@ def train_vocabulary(cfg: Config, size: int) -> bytes:
 # ---- documents and examples ------------------------------------------------------------
 
 
-def text_to_text(record: dict) -> list[dict]:
-    """Use the fields inputs and targets as they are."""
-    return [record]
-
-
 def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
     """Return a function that fills {fields} into both texts.
 
@@ -423,10 +421,12 @@ def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
             label = float(record["label"])  # 1.0 finds 1, and 0.5 nothing
             if label == -1:
                 configs.print_once("Some labels are -1: as in t5, they become <unk>.")
-            record["label"] = {**dict(enumerate(choices)), -1: "<unk>"}[label]
-        texts = {"inputs": inputs, "targets": targets}
-        pair = {name: text.format_map(record) for name, text in texts.items()}
-        return [pair | {"idx": record["idx"]} if "idx" in record else pair]
+            words = {**dict(enumerate(choices)), -1: "<unk>"}
+            record["label"] = words[label]
+        pair = dict(inputs=inputs.format_map(record), targets=targets.format_map(record))
+        if "idx" in record:  # the number that GLUE gives an example
+            pair["idx"] = record["idx"]
+        return [pair]
 
     return fill
 
@@ -448,7 +448,7 @@ class Task(NamedTuple):
     """A source, how its records become examples, and how these are scored."""
 
     source: str = ""
-    preprocess: Callable = text_to_text  # makes a list of documents of a record
+    preprocess: Callable = lambda record: [record]  # makes documents of a record
     metrics: tuple = ()  # names in evaluate.METRICS, or functions (targets, predictions)
     choices: tuple = ()  # the words for the classes 0, 1, ...
     postprocess: str | Callable = ""  # "label" or "answers", or a function
@@ -457,16 +457,14 @@ class Task(NamedTuple):
     eos_in_inputs: bool = True  # False in T0, as `trim_and_add_eos` says
 
 
-def read_documents(files: list[File], task: Task, cfg: Config, start=(0, 0)):
+def read_documents(files: list[File], task: Task, start=(0, 0)) -> Iterator:
     """Yield (documents, (file, number), characters) of each record after `start`."""
-    renamed = [pair.split("=") for pair in cfg.data.fields.split(",") if pair]
     for f, file in enumerate(files[start[0] :], start[0]):
-        number, record = 1, {}
+        number, record = 1, {}  # of the error message
         try:
             for record in file.read():
                 if (f, number) > start:
-                    fields = {new: record[old] for new, old in renamed if old in record}
-                    documents = task.preprocess(record | fields)
+                    documents = task.preprocess(record)
                     texts = texts_of(documents, task)
                     # A lone surrogate, which JSON can hold, raises an error here.
                     "".join(x for x in texts if isinstance(x, str)).encode()
@@ -530,6 +528,7 @@ def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.nda
         configs.print_once(f"Some {side} are cut to --data.{side}_length.")
     if task.eos_in_inputs:
         ids = ids[: limit - 1]  # leaves room for EOS
+    # An empty list is an array of floats, so the cast must be allowed.
     return np.concatenate([ids, end], dtype=np.int32, casting="unsafe")[:limit]
 
 
@@ -547,9 +546,9 @@ def pack(lengths: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     free = np.tile(limits, (len(lengths), 1)).T  # [2, N]: at most a row for each example
     row_of = np.zeros(len(lengths), int)
     for i in np.argsort(-share.sum(axis=1), kind="stable").tolist():
-        inputs, targets = free[:, :num_rows] - lengths[i, :, None]  # what would be left
-        fits = (inputs >= 0) & (targets >= 0)
-        difference = np.abs(inputs / limits[0] - targets / limits[1])
+        left_inputs, left_targets = free[:, :num_rows] - lengths[i, :, None]
+        fits = (left_inputs >= 0) & (left_targets >= 0)
+        difference = np.abs(left_inputs / limits[0] - left_targets / limits[1])
         r = np.where(fits, difference, np.inf).argmin()
         if not fits[r]:
             r, num_rows = num_rows, num_rows + 1
@@ -570,9 +569,9 @@ def fill_rows(rows: list[list[Example]], limits: tuple[int, int]) -> Batch:
                 row_tokens[start:end] = example[side]
                 row_segments[start:end] = segment
         sides += tokens, segments
-    inputs, input_segments, targets, segments = sides
-    shifted = shift_right(targets, segments)
-    return Batch(inputs, input_segments, shifted, targets, segments)
+    inputs, input_segments, targets, target_segments = sides
+    decoder_inputs = shift_right(targets, target_segments)
+    return Batch(inputs, input_segments, decoder_inputs, targets, target_segments)
 
 
 def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
@@ -591,7 +590,7 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 # prefetch         a thread reads the next window, and another makes the next batches
 
 EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # what random bits are for: the last seeds
-WINDOW_CHARACTERS = 1 << 23  # of a window; at most 32 tasks share them
+WINDOW_CHARACTERS = 1 << 23  # of a window; n tasks get 1 / n of them, at least 1 / 32
 ROWS_PER_PACK = 512  # rows that are packed together
 
 
@@ -611,20 +610,21 @@ class Cursor(NamedTuple):
 
 def read_windows(task, files, tokenizer, cfg, size: int, cursor=Cursor()) -> Iterator:
     """Yield (the chunks or pairs of `size` characters, the Cursor of the next window)."""
+
+    def items_of(window):
+        return cut_into_chunks(tokenize(window, task, tokenizer), task, cfg.data)
+
+    start = cursor.file, cursor.record
     for epoch in itertools.count(cursor.epoch):
-        records = read_documents(files, task, cfg, (cursor.file, cursor.record))
-        while cursor.epoch == epoch:
-            window, remaining = [], size
-            for documents, end, characters in records:
-                window += documents
-                remaining -= characters
-                if remaining <= 0:
-                    cursor = Cursor(epoch, *end)
-                    break
-            else:  # The records ended before the window was full.
-                cursor = Cursor(epoch + 1)
-            tokenized = tokenize(window, task, tokenizer)
-            yield cut_into_chunks(tokenized, task, cfg.data), cursor
+        window, remaining = [], size
+        for documents, end, characters in read_documents(files, task, start):
+            window += documents
+            remaining -= characters
+            if remaining <= 0:
+                yield items_of(window), Cursor(epoch, *end)
+                window, remaining = [], size
+        yield items_of(window), Cursor(epoch + 1)  # what is left, perhaps nothing
+        start = 0, 0
 
 
 def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iterator:
@@ -693,8 +693,9 @@ class Batches(Iterator):
             self.streams[name] = examples_of(name, task, tokenizer, cfg, windows, cursor)
             files_found += [[file.name.split("/")[-1], file.size] for file in task_files]
         files = zlib.crc32(json.dumps([self.rates, files_found]).encode())
-        if self.position.setdefault("files_crc32", files) != files:
+        if self.position.get("files_crc32", files) != files:
             raise UserError("This run began with other files, rates, or another Python.")
+        self.position["files_crc32"] = files
         # A GPU may need 10 batches while the examples of the next window are made.
         self.batches = prefetch(self.make_batches(), maker, ahead=16)
 
@@ -704,7 +705,7 @@ class Batches(Iterator):
 
     def choose_examples(self) -> list:
         """Take the next examples of all tasks, until they fill ROWS_PER_PACK rows."""
-        names, rates = zip(*self.rates.items())
+        names, rates = list(self.rates), list(self.rates.values())
         totals = np.array([self.cursors[name].total for name in names])
         # SeqIO draws tasks at random. This takes the task farthest behind its rate: rates
         # of 3 and 1 give a a a b a a a b. `phase` lets tasks of equal rates take turns.
@@ -749,7 +750,8 @@ class Batches(Iterator):
                 used_rows += 1
                 if len(rows) == self.cfg.train.batch_size:
                     position = self.position | dict(used_rows=used_rows, cursors=cursors)
-                    yield Batch(*map(np.stack, zip(*rows))), position
+                    arrays = zip(*rows)  # for each field of a Batch, its rows
+                    yield Batch(*(np.stack(array) for array in arrays)), position
                     rows = []
             used_rows = 0
 
@@ -794,9 +796,11 @@ def mixture_rates(name: str, cfg: Config) -> dict[str, float]:
     if name not in MIXTURES:
         return {name: 1.0}
     rates, members = Counter(), MIXTURES[name]
-    if cfg.data.source and name == cfg.data.task and not callable(members):
+    if callable(members):  # In T0, the tasks depend on --data.source.
+        members = members(cfg)
+    elif cfg.data.source and name == cfg.data.task:
         raise UserError(f"The mixture {name} has no sources of its own: its tasks have.")
-    for member, rate in (members(cfg) if callable(members) else members).items():
+    for member, rate in members.items():
         inner = mixture_rates(member, cfg)
         for task, share in inner.items():
             rates[task] += rate * share / sum(inner.values())
@@ -817,12 +821,12 @@ def eval_tasks(cfg: Config, names: str = "") -> list[str]:
 def find_task(name: str, cfg: Config) -> Task:
     """Return a task by name, or a task for pairs in a source such as jsonl:a.jsonl."""
     if name not in TASKS and ":" not in name:
-        from extras import t5_tasks
+        from extras import t5_tasks  # --data.source can name tasks of P3
 
         return t5_tasks.p3_task(name, cfg)
     task = TASKS.get(name, Task(name))
     if name == cfg.data.task and cfg.data.source:
-        task = task._replace(source=cfg.data.source, splits=Task().splits)
+        task = task._replace(source=cfg.data.source, splits=Task().splits)  # all splits
     return task
 
 
@@ -852,7 +856,7 @@ def absolute_source(source: str) -> tuple[str, str]:
 def read_task(name: str, split: str, cfg: Config) -> Iterator[dict]:
     """Yield the documents of a split of a task: none, if it lacks the split."""
     task, files = open_task(name, split, cfg)
-    for documents, *_ in read_documents(files, task, cfg):
+    for documents, *_ in read_documents(files, task):
         yield from documents
 
 

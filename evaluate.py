@@ -15,10 +15,9 @@ import collections
 import csv
 import itertools
 import json
-import math
 import re
 import string
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
@@ -40,44 +39,39 @@ def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> tupl
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
     x = model.encode_and_decode(params, batch, cfg.model)
 
-    def sums(weights, cfg):
+    def sums(weights):
         return model.loss_sums(params, x, batch.targets, weights, cfg)[1]
 
-    unsmoothed = replace(cfg, train=replace(cfg.train, label_smoothing=0.0))
-    return sums(model.target_weights(batch), cfg), sums(is_content, unsmoothed)
+    return sums(model.target_weights(batch)), sums(is_content)
 
 
 def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:
     """Return the mean losses and token accuracy (0 to 1) over all target tokens.
 
-    content_loss leaves out EOS, sentinels and label smoothing, so it can be compared with
-    unigram_loss, and bits_per_byte between vocabularies that know all characters.
+    content_loss leaves out EOS and sentinels, so it can be compared with unigram_loss (if
+    there is no label smoothing).
     """
-    sums, num_bytes = [], 0
+    sums = []
     for batch in batches:
         is_content = tokenizer.is_content(batch.targets)
         arrays = partition.put_batch((batch, is_content))
         sums.append(batch_sums(params, *arrays, cfg))
-        for ids, kept in zip(batch.targets, is_content):
-            num_bytes += len(tokenizer.decode(ids[kept]).encode())
     # Divide once, so that each token has the same weight.
     total, content = jax.tree.map(lambda *numbers: sum(numbers), *sums)
     metrics = model.mean_metrics(total)
     metrics["content_loss"] = model.mean_metrics(content)["cross_ent_loss"]
-    bits = content["cross_ent_loss"] / math.log(2)
-    metrics["bits_per_byte"] = bits / max(num_bytes, 1)
     return {name: float(value) for name, value in metrics.items()}
 
 
 def unigram_loss(batches: list, tokenizer: data.Tokenizer) -> float:
     """Return the loss per content token of a model that only knows token frequencies."""
-    rows = data.Batch(*map(np.concatenate, zip(*batches)))
+    rows = jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
     targets, inputs = (x[tokenizer.is_content(x)] for x in (rows.targets, rows.inputs))
     counts = np.bincount(np.concatenate([targets, inputs]))
     # Each target is predicted from all other tokens, with 1 added to each count: its own
     # count is (counts - 1) + 1.
     total = counts.sum() - 1 + tokenizer.size
-    return float(np.mean(np.log(total / counts[targets]))) if len(targets) else 0.0
+    return float(np.mean(np.log(total / counts[targets])))
 
 
 def loss_of_split(params, cfg: Config, name: str, split: str, tokenizer):
@@ -183,7 +177,7 @@ def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
     possible, _ = compute_metrics(task, examples, targets, written)
     if 0 in best.values():  # such as BLEU, if no answer has four words
         configs.print_once(f"{name}: even answers that equal their targets get {best}.")
-    if str(possible) != str(best):
+    if str(possible) != str(best):  # As texts, NaN equals NaN.
         configs.print_once(
             f"{name}: a perfect model has {possible}, not {best}. The vocabulary cannot "
             f"write some targets, or --data.targets_length cuts them."
@@ -228,19 +222,21 @@ def answer_choices(name: str, task: data.Task, number: int, example: dict) -> li
             f"one of a list of choices, and these must differ. The choices, of the field "
             f"answer_choices or of the task, are {texts}."
         )
-    choices = [
-        {"targets": text, "idx": (number, i), "is_correct": folded[i] == target}
-        for i, text in enumerate(texts)
-    ]
-    return [example | choice | {"weight": 1.0} for choice in choices]
+    choices = []
+    for i, text in enumerate(texts):
+        is_correct = folded[i] == target
+        choice = {"targets": text, "idx": (number, i), "is_correct": is_correct}
+        choices.append(example | choice | {"weight": 1.0})
+    return choices
 
 
 def group_choices(indices: list[tuple[int, int]]) -> list[list[int]]:
-    """Return the positions of the choices of each example, both in ascending order."""
+    """Return the positions of the choices of each example, ordered by their idx."""
     if len(set(indices)) < len(indices):
         raise ValueError("two answer choices have the same idx")
     groups = collections.defaultdict(list)
-    for (example, _), position in sorted(zip(indices, itertools.count())):
+    for position in sorted(range(len(indices)), key=lambda i: indices[i]):
+        example, _ = indices[position]
         groups[example].append(position)
     return list(groups.values())
 
@@ -260,12 +256,13 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
     # Of equal scores, the first counts. An example has the weight of its answer, or if
     # the choices are classes, the weight of its first choice.
     answers = [group[np.argmax(scores[group])] for group in groups]
-    weights = weights[[group[0] for group in groups] if num_classes else answers]
+    firsts = [group[0] for group in groups]
+    weights = weights[firsts if num_classes else answers]
     metrics = {"accuracy": percent(np.average(correct[answers], weights=weights))}
     if not num_classes or num_classes < 2:
         return metrics
-    scores, correct = scores[groups], correct[groups]
-    if (correct.sum(axis=1) > 1).any():
+    scores, correct = scores[groups], correct[groups]  # [examples, num_classes]
+    if (correct.sum(axis=1) > 1).any():  # F1 needs one right class in each example.
         return metrics
     from scipy import special
     from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
@@ -289,8 +286,10 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
     choices = []
     for number, example in enumerate(examples):
         choices += answer_choices(name, task, number, example)
-    keys = "targets", "idx", "is_correct", "weight"
-    texts, indices, correct, weights = ([x[key] for x in choices] for key in keys)
+    texts = [choice["targets"] for choice in choices]
+    indices = [choice["idx"] for choice in choices]
+    correct = [choice["is_correct"] for choice in choices]
+    weights = [choice["weight"] for choice in choices]
     id_pairs = data.encode_pairs(choices, task, tokenizer, cfg)
     groups = group_choices(indices)
     for group in groups:
@@ -307,21 +306,22 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
     num_classes = len(choice_sets.pop()) if len(choice_sets) == 1 else None
     # Try the metrics before the work: a package may be missing.
     rank_classification(labels, np.zeros(len(labels)), num_classes)
-    pairs = itertools.starmap(infer.Request, id_pairs)
-    scores = np.array(list(infer.process_examples(params, cfg, pairs, "score")))
-    ranked = scores / lengths if normalize else scores
+    requests = [infer.Request(inputs, targets) for inputs, targets in id_pairs]
+    scores = np.array(list(infer.process_examples(params, cfg, requests, "score")))
+    if normalize:
+        scores /= lengths
     lines = []
     for group in groups:
-        best = group[np.argmax(np.float32(ranked[group]))]
+        best = group[np.argmax(np.float32(scores[group]))]
         line = {
             "choices": [texts[i] for i in group],
-            "scores": ranked[group].tolist(),
+            "scores": scores[group].tolist(),
             "targets": [texts[i] for i in group if correct[i]],
             "prediction": texts[best],
             "is_correct": correct[best],
         }
         lines.append(choices[group[0]] | line)
-    return rank_classification(labels, scores, num_classes, normalize), lines
+    return rank_classification(labels, scores, num_classes), lines
 
 
 # ---- metrics ---------------------------------------------------------------------------
@@ -423,11 +423,12 @@ def read_metrics(folders: list) -> dict[int, dict[str, float]]:
 def write_csv(path: str, table: dict) -> None:
     """Write a row for each step and a column for each metric of held-out examples."""
     names = sorted({name for row in table.values() for name in row if "_eval/" in name})
-    rows = [
-        [step, *map(row.get, names)] for step, row in table.items() if row.keys() & names
-    ]
+    rows = [["step", *names]]
+    for step, row in table.items():
+        if row.keys() & names:
+            rows.append([step, *(row.get(name) for name in names)])
     with open(path, "w", newline="") as file:
-        csv.writer(file).writerows([["step", *names], *rows])
+        csv.writer(file).writerows(rows)
 
 
 # ---- the command -----------------------------------------------------------------------
@@ -486,8 +487,9 @@ def chosen_tasks(options: Options, run_cfg: Config) -> list[str]:
     """Return the names of the tasks to evaluate."""
     cfg, split = options.cfg, options.split
     names = data.eval_tasks(cfg, options.tasks)
-    new, old = ((c.data.task, c.data.source) for c in (cfg, run_cfg))
-    if new != old and names != [cfg.data.task]:
+    new, old = cfg.data, run_cfg.data
+    is_other = (new.task, new.source) != (old.task, old.source)
+    if is_other and names != [new.task]:
         raise UserError(
             f"Another --data.task or source needs one task, as in --tasks qa --data.task "
             f"qa. --tasks means {names}, and --data.task is {cfg.data.task}."
@@ -498,6 +500,7 @@ def chosen_tasks(options: Options, run_cfg: Config) -> list[str]:
     empty = [x for x in names if next(data.read_task(x, split, cfg), None) is None]
     if empty:
         print(f"not evaluated, without examples of the split {split}: {empty}")
+    # If all are empty, their evaluation says so.
     return [name for name in names if name not in empty] or names
 
 

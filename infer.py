@@ -6,11 +6,11 @@
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
 Each line of IN.jsonl is an object with "inputs" and, for --mode score, "targets". Both
-are a text or a list of token ids, which is used as given (0 is padding), with no EOS or
-cut. OUT.jsonl has the same lines in the same order, with a new field "prediction",
-"score" (the log-probability of the targets) or "embedding" (the mean output of the
-encoder). Up to rounding, a result depends only on its line, and random samples also on
-its number.
+are a text, which gets EOS and is cut to its length, or a list of token ids, which is used
+as it is (0 is padding). OUT.jsonl has the same lines in the same order, with a new field
+"prediction", "score" (the log-probability of the targets) or "embedding" (the mean output
+of the encoder). Up to rounding, a result depends only on its line, and random samples
+also on its number.
 
 Letters of shapes: B examples, N outputs of an example (beams or samples), S input length,
 T maximum number of generated ids, H heads, C channels of a head, K keys, V vocabulary.
@@ -130,9 +130,11 @@ def decode_step(
         bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
 
         def attend(q, k, v):  # called at once, with the newest keys and values
-            old_and_new = zip(cache[i], (k, v))
-            cache[i] = [write(old, new, t * N, axis=2) for old, new in old_and_new]
-            return attend_few_queries(q, *cache[i], mask, bias)
+            keys, values = cache[i]
+            keys = write(keys, k, t * N, axis=2)
+            values = write(values, v, t * N, axis=2)
+            cache[i] = [keys, values]
+            return attend_few_queries(q, keys, values, mask, bias)
 
         x = model.decoder_layer(w, x, cross_kv, attend, cross_attend, arch)
     x = model.final_norm(params, x, arch)
@@ -322,11 +324,11 @@ def generate(
     B, N = len(inputs), decode_cfg.beams or decode_cfg.num_return
     indices = jnp.arange(B) if indices is None else indices
     if decode_cfg.beams:
-        state, result = start_beams(B, N, length), beam_outputs
+        state, finish = start_beams(B, N, length), beam_outputs
         extend = functools.partial(extend_beams, decode_cfg=decode_cfg)
     else:
         rngs = output_rngs(seed, indices, N)
-        state, result = start_outputs(B, N, length), sorted_outputs
+        state, finish = start_outputs(B, N, length), sorted_outputs
         extend = functools.partial(append_ids, decode_cfg=decode_cfg, rngs=rngs)
     encoded = model.encode(params, inputs, input_segments, arch)
     cache, layers = init_cache(params, encoded, length, arch, N)
@@ -339,7 +341,7 @@ def generate(
         t, state, cache = carry
         # At t = 0, this is the last position, still PAD, which is T5's start token.
         ids = state.ids[:, :, t - 1]
-        ancestors = getattr(state, "ancestors", None)
+        ancestors = getattr(state, "ancestors", None)  # only in a BeamState
         logits, cache = decode_step(
             params, arch, ids, t, cache, layers, input_segments, ancestors
         )
@@ -348,7 +350,7 @@ def generate(
         return t + 1, extend(state, jax.nn.log_softmax(logits), t), cache
 
     _, state, _ = lax.while_loop(unfinished, decode_position, (0, state, cache))
-    return result(state)
+    return finish(state)
 
 
 @jax.jit(static_argnames="arch", out_shardings=P())
@@ -391,26 +393,31 @@ def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
     with tqdm(desc=mode, unit=" examples", leave=False, disable=None) as bar:
         while block := list(itertools.islice(examples, BATCHES_PER_BLOCK * size)):
             order = sorted(range(len(block)), key=lambda i: len(block[i].inputs))
-            results = {}
+            results = [None] * len(block)
             for start in range(0, len(order), size):
                 indices = order[start : start + size]
                 group = [block[i] for i in indices]
-                results |= zip(indices, process_batch(params, cfg, group, mode))
+                batch_results = process_batch(params, cfg, group, mode)
+                for i, result in zip(indices, batch_results):  # without the copies
+                    results[i] = result
                 bar.update(len(indices))
-            yield from (results[i] for i in range(len(block)))
+            yield from results
 
 
 def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
     """Run the model on at most decode.batch_size examples."""
-    # A small group gets a small batch. Copies of its last example fill the batch: they do
-    # not need more decoding steps than that example. zip drops their results.
+    # A small group gets a batch of the next power of two. Copies of its last example fill
+    # it, which do not need more decoding steps than that example.
     rows = min(cfg.decode.batch_size, 1 << (len(group) - 1).bit_length())
     parts = jax.sharding.get_mesh().shape["data"]
     rows = math.ceil(rows / parts) * parts
     padded = group + [group[-1]] * (rows - len(group))
-    inputs, targets, indices, _ = zip(*padded)
-    lengths = padded_length(inputs), padded_length(targets)
-    batch = data.fill_rows([[request[:2]] for request in padded], lengths)
+    limits = (
+        padded_length([request.inputs for request in padded]),
+        padded_length([request.targets for request in padded]),
+    )
+    pairs = [(request.inputs, request.targets) for request in padded]
+    batch = data.fill_rows([[pair] for pair in pairs], limits)
     # As in T5X, the id 0 is padding wherever it stands.
     batch = batch._replace(
         input_segments=np.int32(batch.inputs > 0),
@@ -418,13 +425,21 @@ def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
     )
     if not batch.input_segments.any(axis=1).all():
         raise UserError("An example has no inputs besides padding.")
-    batch, indices = partition.put_batch((batch, np.uint32(indices)))
+    indices = np.uint32([request.index for request in padded])
+    batch, indices = partition.put_batch((batch, indices))
     if mode != "predict":
         compute = {"score": score, "encode": mean_embeddings}[mode]
         return np.asarray(compute(params, batch, cfg.model)).tolist()
-    args = params, batch.inputs, batch.input_segments, cfg.model
-    length = cfg.decode.max_length or cfg.data.targets_length
-    ids, scores = generate(*args, length, cfg.decode, indices, cfg.train.seed)
+    ids, scores = generate(
+        params,
+        batch.inputs,
+        batch.input_segments,
+        cfg.model,
+        cfg.decode.max_length or cfg.data.targets_length,
+        cfg.decode,
+        indices,
+        cfg.train.seed,
+    )
     results = []
     for outputs, own_scores in zip(np.asarray(ids), np.asarray(scores)):
         # Beam search may find fewer outputs than there are beams.
@@ -434,7 +449,10 @@ def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
 
 
 def padded_length(sequences: list) -> int:
-    """Round up the longest length. Few different lengths mean few compilations."""
+    """Round up the longest length to a power of two, or above 512 to a multiple of 512.
+
+    Few different lengths mean few compilations.
+    """
     longest = max(16, *map(len, sequences))
     multiple = min(512, 1 << (longest - 1).bit_length())
     return math.ceil(longest / multiple) * multiple
@@ -446,8 +464,9 @@ def cut_at_eos(ids: Iterable) -> list[int]:
 
 
 def fill_blanks(inputs: Iterable, targets: Iterable, tokenizer) -> str:
-    """Fill the gaps of a text: "a <extra_id_0> c" becomes "a [b] c", or "a ____ c"."""
+    """Decode ids, and fill gaps: "a <extra_id_0> c" becomes "a [b] c", or "a ____ c"."""
     sentinel = r"<extra_id_(\d+)>"
+    # A split also returns the numbers: what is before, "0", text, "1", text, ...
     _, *parts = re.split(sentinel, tokenizer.decode(targets))
     answers = {i: f" [{text.strip()}] " for i, text in zip(parts[::2], parts[1::2])}
     text = tokenizer.decode(inputs)
@@ -496,8 +515,8 @@ def line_ids(line: dict, side: str, index: int, cfg: Config, tokenizer) -> list[
             f"Example {index + 1} needs {side}: a text, or a list of ids from 0 to "
             f"{V - 1}. It has the fields {[*line]}."
         )
-    ids = [i for i in value if i != data.PAD]
-    if ids[-1:] != [data.EOS]:
+    without_padding = [i for i in value if i != data.PAD]
+    if without_padding[-1:] != [data.EOS]:
         configs.print_once(f"Some {side} do not end with EOS (the id 1), as T5 expects.")
     return value
 
@@ -526,10 +545,10 @@ def read_input(options: "Options", tokenizer) -> Iterator[Request]:
     sides = ("inputs", "targets") if options.mode == "score" else ("inputs",)
     for index, line in itertools.islice(enumerate(lines), first, None, count):
         if kind == "task":
-            (ids,) = data.encode_pairs([line], task, tokenizer, cfg)
+            (ids_of_sides,) = data.encode_pairs([line], task, tokenizer, cfg)
         else:
-            ids = [line_ids(line, side, index, cfg, tokenizer) for side in sides]
-        yield Request(*ids, index=index, line=line)
+            ids_of_sides = [line_ids(line, side, index, cfg, tokenizer) for side in sides]
+        yield Request(*ids_of_sides, index=index, line=line)
 
 
 RESULT_FIELDS = {"prediction", "predictions", "scores", "score", "embedding"}
@@ -571,7 +590,8 @@ def skip_answered(file, examples: Iterator[Request], block_size: int) -> int:
     would change. Returns the number of examples skipped.
     """
     file.seek(0)
-    done = sum(text.endswith(b"\n") for text in file) // block_size * block_size
+    complete = sum(text.endswith(b"\n") for text in file)
+    done = complete - complete % block_size
     file.seek(0)
     for text in itertools.islice(file, done):
         line = next(examples, Request([])).line
@@ -597,7 +617,8 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
     if done:
         configs.print_once(f"{done:,} answers of a killed command are there already.")
-    examples = examples if file else itertools.islice(examples, done, None)
+    if not file:  # Process 0 has skipped them already.
+        examples = itertools.islice(examples, done, None)
     examples, to_compute = itertools.tee(examples)
     results = process_examples(params, cfg, to_compute, mode)
     for example, result in zip(examples, results):
@@ -607,7 +628,7 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     if file:
         file.flush()
         os.fsync(file.fileno())
-        if os.path.exists(options.output):  # of another shard
+        if os.path.exists(options.output):  # Another command may have written it.
             raise UserError(f"{options.output} exists: the answers are in {file.name}.")
         os.replace(file.name, options.output)
         configs.print_once(f"The answers are in {options.output}.")
@@ -644,9 +665,8 @@ class Options(configs.Options):
 def main() -> None:
     options = configs.parse(Options)
     from_file = options.input and options.output and options.text is None
-    file_flags = options.input, options.output, options.mode, options.shard
-    from_text = file_flags == ("", "", "predict", "0/1")
-    if not (from_file or from_text):
+    needs_file = options.mode != "predict" or options.shard != "0/1"
+    if (options.input or options.output or needs_file) and not from_file:
         raise UserError(
             "Give one text, lines on standard input, or --input with --output, which "
             "--mode and --shard need."

@@ -501,8 +501,8 @@ def mean_metrics(sums: dict) -> dict:
 def resolve_auto(arch: ModelConfig) -> ModelConfig:
     """Replace "auto" by what suits the platform.
 
-    Activations and matmuls have this dtype, and parameters are always float32. Attention
-    "xla" and loss "full" are in this file, other forms in extras/.
+    Activations and their matmuls have the dtype. Parameters, softmax, logits and loss are
+    always float32. Attention "xla" and loss "full" are in this file, others in extras/.
     """
     platform = partition.platform()
     has_kernel = configs.HAS_EXTRAS and platform != "cpu"

@@ -192,7 +192,7 @@ def write_shards(path: Path, arrays: Any, data_position: Any) -> None:
     jax.copy_to_host_async(shards)
     contents = [np.ascontiguousarray(x).reshape(-1).view(np.uint8).data for x in shards]
     for header, content in zip(headers, contents):
-        header |= {"offset": offset, "crc32": zlib.crc32(content)}
+        header.update(offset=offset, crc32=zlib.crc32(content))
         offset += content.nbytes
     head = msgpack.packb({"shards": headers, "data_position": data_position})
     with path.open("wb") as file:
@@ -246,7 +246,10 @@ def read_shard(header: dict) -> np.ndarray:
 
 
 def read_slice(headers: list[dict], index: tuple, loaded: dict) -> np.ndarray:
-    """Assemble one slice of an array from the shards that overlap with it."""
+    """Assemble one slice of an array from the shards that overlap with it.
+
+    index: a slice of each dimension. loaded: shards that were read before, by number.
+    """
     wanted = [i.indices(n)[:2] for i, n in zip(index, headers[0]["shape"])]
     start, stop = np.array(wanted, int).reshape(-1, 2).T  # of each dimension
     out = np.empty(stop - start, headers[0]["dtype"])

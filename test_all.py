@@ -671,7 +671,6 @@ def test_lesson_evaluate_the_unigram_loss_is_that_of_counting_tokens():
     losses = [-math.log((3 - 1 + 1) / (4 + 359)), -math.log((1 - 1 + 1) / (4 + 359))]
     found = evaluate.unigram_loss([batch], TOKENIZER)
     assert found == pytest.approx(np.mean(losses))
-    assert evaluate.unigram_loss([pad_batch([[1]], [[1]], 6, 6)], TOKENIZER) == 0
 
 
 def test_lesson_evaluate_the_most_probable_choice_is_the_answer():
@@ -1406,19 +1405,17 @@ def test_nothing_is_held_out_of_files_that_only_evaluate(tmp_path):
     assert not data.open_task("text_to_text", "test", cfg)[1]
 
 
-def test_a_split_in_a_name_and_fields_with_other_names(tmp_path):
+def test_a_split_in_a_name(tmp_path):
     for split in ("train", "validation"):
-        rows = [{"q": f"{split} {n}", "a": "x"} for n in range(30)]
+        rows = [{"inputs": f"{split} {n}", "targets": "x"} for n in range(30)]
         write_jsonl(tmp_path / split, rows)
-    source = f"jsonl:{tmp_path}/{{split}}"
-    cfg = change(BYTES, data=dict(source=source, fields="inputs=q,targets=a"))
+    cfg = change(BYTES, data=dict(source=f"jsonl:{tmp_path}/{{split}}"))
     rows = {
         split: list(data.read_task("text_to_text", split, cfg))
         for split in ("train", "validation", "test")
     }
     assert [len(found) for found in rows.values()] == [30, 30, 0]
-    text = "validation 7"
-    assert rows["validation"][7] == dict(q=text, inputs=text, a="x", targets="x")
+    assert rows["validation"][7] == dict(inputs="validation 7", targets="x")
 
 
 def test_held_out_batches_are_in_order_and_padded(tmp_path, tables):
@@ -2598,10 +2595,9 @@ def test_the_loss_is_a_mean_over_all_tokens_of_all_batches():
     smoothed = change(cfg, train=dict(label_smoothing=0.1))
     smoothed = evaluate.evaluate_loss(params, smoothed, batches, tokenizer)
     assert smoothed["loss"] != found["loss"]
-    assert smoothed["content_loss"] == found["content_loss"]
     params["unembed"] *= 0
     found = evaluate.evaluate_loss(params, cfg, batches, tokenizer)
-    assert found["bits_per_byte"] == pytest.approx(math.log2(300), rel=1e-5)
+    assert found["content_loss"] == pytest.approx(math.log(300), rel=1e-5)
 
 
 def test_a_text_becomes_a_value_and_the_values_become_metrics():

@@ -19,6 +19,7 @@ import json
 import math
 import signal
 import time
+from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -59,7 +60,8 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
     warmup = train_cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
     steps_per_cycle = train_cfg.steps_per_cycle
-    if not steps_per_cycle:  # Longer than what is left after the warmup: it ends above 0.
+    if not steps_per_cycle:
+        # All steps, though the half wave begins after the warmup: so it ends above 0.
         steps_per_cycle = train_cfg.steps - train_cfg.schedule_offset
     cycle = jnp.maximum(0.0, (step - warmup) / steps_per_cycle)
     factors = {
@@ -388,22 +390,22 @@ class Evaluator:
         self.groups = {}  # {group of metrics: (steps between evaluations, function)}
         evaluates = train_cfg.eval_every or train_cfg.infer_every
         for name in data.eval_tasks(cfg) if evaluates else []:
+            task = data.find_task(name, cfg)
             batches = data.batches_of_split(
                 name, "validation", cfg, tokenizer, self.limit
             )
             if not batches:
-                source = data.open_task(name, "validation", cfg)[0].source
-                print(f"{name} is not evaluated: {source} has no held-out examples")
+                print(f"{name} is not evaluated: it has no held-out examples")
                 continue
             if train_cfg.eval_every:
                 function = partial(self.measure_loss, batches)
                 self.groups[f"training_eval/{name}"] = train_cfg.eval_every, function
-            if train_cfg.infer_every and data.find_task(name, cfg).metrics:
+            if train_cfg.infer_every and task.metrics:
                 # A metric that fails must not stop the run hours later.
                 evaluate.check_metrics(name, "validation", cfg, tokenizer)
                 function = partial(self.measure_outputs, name)
                 self.groups[f"inference_eval/{name}"] = train_cfg.infer_every, function
-            if data.find_task(name, cfg).objective:
+            if task.objective:
                 baseline = evaluate.unigram_loss(batches, tokenizer)
                 print(
                     f"unigram  {baseline:.3f} nats per content token of held-out {name}, "
@@ -477,7 +479,7 @@ def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]
         return jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=P("data"))
 
     inputs, targets = ids(cfg.data.inputs_length), ids(cfg.data.targets_length)
-    batch = data.Batch(inputs, inputs, targets, targets, targets)
+    batch = data.Batch(inputs, inputs, targets, targets, targets)  # only the shapes count
     state = abstract_state(cfg)
     compiler_options = {}
     if configs.HAS_EXTRAS and partition.platform() == "tpu":
@@ -597,31 +599,50 @@ def parse(argv: list[str] | None = None) -> Options:
     """Parse the flags, which change the settings of a run or of a recipe."""
     flags = configs.location_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
-    resumes = bool(partition.Checkpoints(run_dir).steps())
-    cfg, init_from = None, flags.init_from
-    if resumes or (configs.to_path(run_dir) / "config.json").exists():
-        stored, metadata = configs.load_run(run_dir)  # refuses a folder of Hugging Face
-        if resumes or flags.run_dir and not flags.config:
-            cfg, _ = configs.load_run_and_tasks(run_dir, flags.config)
-            init_from = init_from or metadata["init_from"]
-    if flags.config or not cfg:
-        cfg = configs.load_recipe(flags.config or "tiny")
-    if init_from:  # If this run resumes, the run with its first weights may be gone.
-        origin = stored if resumes else configs.load_run(init_from)[0]
-        cfg = configs.with_network_of(cfg, origin)
+    if partition.Checkpoints(run_dir).steps():
+        return parse_resumed(flags, run_dir, argv)
+    return parse_new(flags, run_dir, argv)
+
+
+def parse_resumed(flags: Namespace, run_dir: str, argv: list[str] | None) -> Options:
+    """Take the stored settings of a run, to which --config and flags must be equal."""
+    stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
+    cfg, init_from = stored, metadata["init_from"]
+    if flags.config:
+        cfg = configs.load_recipe(flags.config)
+        if init_from:  # The run with these weights may be gone.
+            cfg = configs.with_network_of(cfg, stored)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.parse_flags(options, argv)
-    if resumes:
-        first = metadata["init_from"]
-        if configs.to_path(init_from) != configs.to_path(first):
-            raise UserError(
-                f"{run_dir} began with {first or 'random weights'}: leave out "
-                f"--init_from, or name another --run_dir."
-            )
-        configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
-    elif init_from:
-        wanted = configs.with_network_of(options.cfg, origin)
-        configs.refuse_differences(options.cfg, wanted, [], init_from)
+    if configs.to_path(options.init_from) != configs.to_path(init_from):
+        raise UserError(
+            f"{run_dir} began with {init_from or 'random weights'}: leave out "
+            f"--init_from, or name another --run_dir."
+        )
+    configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
+    return options
+
+
+def parse_new(flags: Namespace, run_dir: str, argv: list[str] | None) -> Options:
+    """Take the settings of a recipe, but network and vocabulary from --init_from."""
+    init_from = flags.init_from
+    has_settings = (configs.to_path(run_dir) / "config.json").exists()
+    if has_settings and flags.run_dir and not flags.config:
+        # The run was killed before its first checkpoint.
+        cfg, metadata = configs.load_run_and_tasks(run_dir)
+        init_from = init_from or metadata["init_from"]
+    else:
+        cfg = configs.load_recipe(flags.config or "tiny")
+        if has_settings:
+            configs.load_run(run_dir)  # refuses a folder of Hugging Face
+    if not init_from:
+        return configs.parse_flags(Options(cfg, flags.config, run_dir), argv)
+    origin, _ = configs.load_run(init_from)
+    cfg = configs.with_network_of(cfg, origin)
+    options = Options(cfg, flags.config, run_dir, init_from=init_from)
+    options = configs.parse_flags(options, argv)
+    wanted = configs.with_network_of(options.cfg, origin)
+    configs.refuse_differences(options.cfg, wanted, [], init_from)
     return options
 
 

@@ -47,7 +47,7 @@ def tokenize_file(number: int, options: Options) -> None:
     names = ["inputs", "targets"] if is_pair else ["text"]
     schema = pyarrow.schema({name: pyarrow.list_(pyarrow.int32()) for name in names})
     path = f"{options.output}/{options.split}-{number:05}-of-{len(files):05}.parquet"
-    records = data.read_documents([files[number]], task, options.cfg)
+    records = data.read_documents([files[number]], task)
     with fsspec.open(path, "wb", auto_mkdir=True) as file:
         with pyarrow.parquet.ParquetWriter(file, schema) as writer:
             while part := list(islice(records, 1000)):
