@@ -3062,6 +3062,34 @@ def test_an_infinite_learning_rate_stops_before_weights_are_saved(tmp_path, quie
     assert partition.Checkpoints(tmp_path).steps() == []
 
 
+def test_a_resumed_run_repeats_its_later_lines_and_events(tmp_path, monkeypatch):
+    """Also for TensorBoard, through SummaryWriter of the optional library tensorboardX."""
+    events = []
+
+    class Writer:
+        def __init__(self, folder, purge_step):
+            self.place = str(Path(folder).relative_to(tmp_path)), purge_step
+
+        def add_scalar(self, name, value, step):
+            events.append((*self.place, name, value, step))
+
+        def flush(self):
+            pass
+
+    monkeypatch.setattr(train, "SummaryWriter", Writer)
+    log = train.Log(tmp_path, 0)
+    log.write(1, "train", {"loss": np.float32(3)})
+    log.write(2, "train", {"loss": np.float32(2)})
+    train.Log(tmp_path, 1).write(2, "training_eval/qa", {"loss": 1.5})
+    expected = [{"step": 1, "train/loss": 3.0}, {"step": 2, "training_eval/qa/loss": 1.5}]
+    assert evaluate.read_log(tmp_path / "metrics.jsonl") == expected
+    assert events == [
+        ("tensorboard/train", 1, "loss", 3.0, 1),
+        ("tensorboard/train", 1, "loss", 2.0, 2),
+        ("tensorboard/training_eval/qa", 2, "loss", 1.5, 2),
+    ]
+
+
 def test_only_one_command_trains_in_a_folder(tmp_path):
     with partition.lock(tmp_path), pytest.raises(UserError, match=str(tmp_path)):
         partition.lock(tmp_path)
