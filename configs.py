@@ -61,7 +61,7 @@ class ModelConfig:
     # rematerialization: what the backward pass computes again. none: nothing; full: all
     # but attention kernels; dots: all but attention kernels and products with weights
     remat: Literal["dots", "none", "full"] = "dots"
-    # xla is the code of model.py; auto is a kernel of extras/ on a TPU or GPU that fits
+    # xla is the code of model.py; auto is a kernel of extras/ if it supports the device
     attention_impl: Literal["auto", "xla", "kernel"] = "auto"
     # auto is extras/chunked_loss.py on a TPU and for large vocabularies, else full
     loss_impl: Literal["auto", "full", "chunked"] = "auto"
@@ -89,7 +89,7 @@ class TrainConfig:
     """Training, evaluation and checkpoints. A period of 0 steps means never."""
 
     steps: int = 10_000  # last step
-    start_step: int = 0  # where a new run starts, such as 1000000 after T5's weights
+    start_step: int = 0  # where a new run starts to count, as at 1000000 after T5's steps
     # what --init_from loads: the weights, or also the optimizer's state and the step
     restore: Literal["params", "all"] = "params"
     batch_size: int = 128  # rows in a batch, over all devices
@@ -102,9 +102,8 @@ class TrainConfig:
     decay_factor: float = 0.5  # factor of decay_every, or slope of linear_decay
     steps_per_decay: int = 20_000  # period of decay_every
     steps_per_cycle: int | None = None  # period of cosine_decay; None: all steps
-    weight_decay: float = (
-        0.0  # fraction of weights that a step removes; AdamW: times rate
-    )
+    # fraction of the weights that a step removes; AdamW multiplies it by the rate
+    weight_decay: float = 0.0
     z_loss: float = 1e-4  # weight of (log Z)^2 in the loss
     label_smoothing: float = 0.0  # probability given to tokens other than the target
     # divisor of the summed loss; None: the number of target tokens of the batch
@@ -127,7 +126,8 @@ class DecodeConfig:
     # length penalty: ((5 + length) / 6)^alpha as in T5X, or length^alpha
     length_penalty: Literal["gnmt", "length"] = "gnmt"
     max_length: int | None = None  # most tokens to generate; None: data.targets_length
-    temperature: float = 0.0  # of sampling; 0 is greedy, and 1 with top_k or top_p
+    # of sampling; 0 is greedy, but means 1 if top_k or top_p is set
+    temperature: float = 0.0
     top_k: int = 0  # sample from the k most probable tokens; 0 means all
     top_p: float = 0.0  # sample from the most probable tokens with this mass; 0 means all
     num_return: int = 1  # samples or best beams of each input
@@ -151,7 +151,7 @@ class MeshConfig:
     """The distribution over the devices."""
 
     model: int = 1  # devices that share each matrix (tensor parallelism)
-    fsdp: bool = False  # whether weights and optimizer state are split over "data", too
+    fsdp: bool = False  # whether devices with different rows also split the weights
 
 
 @dataclass(frozen=True)
@@ -235,12 +235,15 @@ RECIPES = {
 }
 # fmt: on
 
-# Without the folder extras/, there are only text files, SentencePiece, the weights of
-# Hugging Face, and no kernels.
+# Without the folder extras/, there are no kernels, tasks of t5 and datasets of libraries,
+# no vocabularies but SentencePiece, and no weights but those of Hugging Face.
 HAS_EXTRAS = importlib.util.find_spec("extras") is not None
-# These tables are filled by data.py, evaluate.py, extras/, and the user's recipe file,
-# which may also define a VOCABULARY, a tokenizer.
-TASKS, MIXTURES, METRICS, VOCABULARY = {}, {}, {}, None
+# data.py, evaluate.py and extras/ fill these tables. A recipe file adds its TASKS and
+# MIXTURES, and can define a VOCABULARY.
+TASKS = {}  # {name: data.Task}
+MIXTURES = {}  # {name: {task or mixture: rate}, or a function that makes it of a Config}
+METRICS = {}  # {name: function of all targets and predictions}
+VOCABULARY = None  # a tokenizer that replaces --data.vocab
 
 
 def load_extras() -> None:
@@ -250,7 +253,10 @@ def load_extras() -> None:
 
 
 def load_recipe(name: str) -> Config:
-    """Return the Config of a recipe, or of a Python file that defines CONFIG."""
+    """Return the Config of a recipe, or of a Python file that defines CONFIG.
+
+    The tasks, mixtures and vocabulary of a file go into the tables above.
+    """
     global VOCABULARY
     load_extras()
     if not name.endswith(".py"):
@@ -263,8 +269,6 @@ def load_recipe(name: str) -> Config:
     TASKS.update(namespace.get("TASKS", {}))
     MIXTURES.update(namespace.get("MIXTURES", {}))
     VOCABULARY = namespace.get("VOCABULARY", VOCABULARY)
-    if "CONFIG" not in namespace:
-        raise UserError(f"{name} defines no CONFIG.")
     return namespace["CONFIG"]
 
 
@@ -289,7 +293,8 @@ AT_MOST = {
 class Options:
     """The flags of all commands."""
 
-    # Its flags have no prefix: --train.steps, and not --cfg.train.steps.
+    # Its flags have no prefix: --train.steps, and not --cfg.train.steps. Booleans need a
+    # value, as in --mesh.fsdp True.
     cfg: tyro.conf.FlagConversionOff[Annotated[Config, tyro.conf.arg(name="")]]
     config: str = ""  # name of a recipe, or a Python file that defines CONFIG
     run_dir: str = ""  # folder of the run
@@ -326,7 +331,7 @@ def parse_flags(options: Options, argv: list[str] | None) -> Options:
         description=sys.modules[type(options).__module__].__doc__,
     )
     for name, value in flat_settings(changed.cfg).items():
-        low, high = int(name in AT_LEAST_1), AT_MOST.get(name, math.inf)
+        low, high = 1 if name in AT_LEAST_1 else 0, AT_MOST.get(name, math.inf)
         if isinstance(value, int | float) and not low <= value <= high:
             raise UserError(f"--{name} {value} is out of range.")
     return changed
@@ -375,7 +380,7 @@ def with_network_of(cfg: Config, origin: Config) -> Config:
 
 
 def run_dir_of(source):
-    """Return the path of the run of RUN or of RUN/checkpoints/step_N."""
+    """Return the folder of a run, from the folder itself or from a checkpoint in it."""
     path = to_path(source)
     return path.parent.parent if (path / "complete").exists() else path
 
@@ -388,11 +393,11 @@ def load_run(source: str) -> tuple[Config, dict]:
         raise UserError(f"{source} is not a run. convert.py makes one of other formats.")
     sections = {}
     for name, values in stored["settings"].items():
-        Section = Config.__dataclass_fields__[name].type
-        fields = Section.__dataclass_fields__.keys()
+        Section = type(getattr(Config(), name))  # such as ModelConfig
+        fields = {field.name for field in dataclasses.fields(Section)}
         if unknown := sorted(values.keys() - fields):
             raise UserError(f"{path} was written by other code: it has {name}.{unknown}.")
-        if missing := sorted(fields - values.keys()):  # Other code added them later.
+        if missing := sorted(fields - values.keys()):  # settings newer than the run
             print_once(f"{path} lacks {name}.{missing}, which get their defaults.")
         sections[name] = Section(**values)
     return Config(**sections), stored["metadata"]
@@ -451,7 +456,7 @@ def write_file(path, content: bytes | str) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:]:
+    if sys.argv[1:]:  # --help prints the settings of this recipe, and exits.
         parse_flags(Options(load_recipe(sys.argv[1])), ["--help"])
     load_extras()
     for name, cfg in RECIPES.items():

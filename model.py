@@ -15,6 +15,10 @@ Comments and einsums use these letters for the shapes:
     D d_model    H heads             C d_kv, channels of a head          F d_ff
     A H * C      V vocabulary        L layers            R buckets of relative positions
 
+`arch` is a ModelConfig, `batch` a data.Batch, `w` the weights of a layer or of its
+attention or MLP, `attend` a function (q, k, v), and `rng` a random key for dropout, or
+None without dropout.
+
 To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w,
 repeat_rows(bias, rows) as the bias, and apply_layers(layer, x, ...) as
 `for w in layers: x = layer(w, x, rng)`. @on_each_device changes no result, and
@@ -46,7 +50,10 @@ from partition import constrain, spec
 
 @dataclass(frozen=True)
 class Param:
-    """The shape of a parameter, the names of its axes, and how it is initialized."""
+    """The shape of a parameter, the names of its axes, and how it is initialized.
+
+    For jax.tree, it is a leaf.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]  # partition.RULES maps a name to the mesh axis that splits it
@@ -120,7 +127,8 @@ def init_params(arch: ModelConfig, rng: Array) -> dict:
         if p.init == "normal":
             return p.scale * jax.random.normal(rng, p.shape)
         samples = jax.random.truncated_normal(rng, -2, 2, p.shape)
-        return p.scale / 0.87962566103423978 * samples  # by their standard deviation
+        std_of_samples = 0.87962566103423978
+        return p.scale / std_of_samples * samples
 
     leaves, structure = jax.tree.flatten(param_table(arch))
     rngs = jax.random.split(rng, len(leaves))
@@ -252,7 +260,7 @@ def make_attend(
     relative_bias [H, R]: the position biases, or None in cross-attention.
     """
 
-    # Each device gets its part of the arguments, also of mask and relative_bias.
+    # mask and relative_bias are arguments, too: each device gets its part of them.
     @on_each_device
     def attend(q, k, v, mask, relative_bias):
         bias = None
@@ -292,8 +300,9 @@ def attention(
     # T5X drops a key for all queries of a head at once. Setting the value of this key to
     # zero has the same effect as dropping the probability, and needs a smaller mask.
     v = dropout(v, arch.dropout, rng_probs, broadcast_axis=3)
-    attended = attend(q, k, v).swapaxes(1, 2).reshape(*x.shape[:2], -1)
-    return dropout(constrain(dense(attended, w["out"]), "batch"), arch.dropout, rng_out)
+    attended = attend(q, k, v).swapaxes(1, 2).reshape(*x.shape[:2], -1)  # [B, Q, A]
+    out = constrain(dense(attended, w["out"]), "batch")
+    return dropout(out, arch.dropout, rng_out)
 
 
 def mlp(w: dict, x: Array, arch: ModelConfig, rng=None) -> Array:
@@ -302,10 +311,14 @@ def mlp(w: dict, x: Array, arch: ModelConfig, rng=None) -> Array:
     # Like T5X, jax.nn.gelu computes the tanh approximation of GELU.
     activation = getattr(jax.nn, arch.activation.removeprefix("gated_"))
     up = dense(x, w["up"])
-    # T5 1.1 has a gate (Shazeer 2020), T5 1.0 has none.
-    hidden = activation(dense(x, w["gate"])) * up if "gate" in w else activation(up)
-    hidden = dropout(constrain(hidden, "batch", None, "mlp"), arch.dropout, rng_hidden)
-    return dropout(constrain(dense(hidden, w["down"]), "batch"), arch.dropout, rng_out)
+    if "gate" in w:  # in T5 1.1 (Shazeer 2020), not in T5 1.0
+        hidden = activation(dense(x, w["gate"])) * up
+    else:
+        hidden = activation(up)
+    hidden = constrain(hidden, "batch", None, "mlp")
+    hidden = dropout(hidden, arch.dropout, rng_hidden)
+    out = constrain(dense(hidden, w["down"]), "batch")
+    return dropout(out, arch.dropout, rng_out)
 
 
 # ---- encoder and decoder ---------------------------------------------------------------
@@ -481,7 +494,7 @@ def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
 
     The loss is the cross entropy plus the z-loss in nats. To get a mean,
     train.accumulate_gradients divides it by the number of tokens. The sums in the dict
-    are divided and logged, too: another sum appears in metrics.jsonl by its name.
+    are divided and logged, too. If you add one, metrics.jsonl has it under its name.
     """
     x = encode_and_decode(params, batch, cfg.model, rng)
     return loss_sums(params, x, batch.targets, target_weights(batch), cfg)
@@ -501,8 +514,8 @@ def mean_metrics(sums: dict) -> dict:
 def resolve_auto(arch: ModelConfig) -> ModelConfig:
     """Replace "auto" by what suits the platform.
 
-    Activations and their matmuls have the dtype. Parameters, softmax, logits and loss are
-    always float32. Attention "xla" and loss "full" are in this file, others in extras/.
+    Activations and their matmuls have arch.dtype. Parameters, softmax, logits and loss
+    are always float32. Attention "xla" and loss "full" are the code of this file.
     """
     platform = partition.platform()
     has_kernel = configs.HAS_EXTRAS and platform != "cpu"
@@ -527,7 +540,7 @@ def dense(x: Array, w: Array) -> Array:
 
 def repeat_rows(bias: Array, rows: int) -> Array:
     """Repeat a bias [H, Q, K] for all rows."""
-    if partition.platform() == "cpu":  # 5 % of a step of T5 small: its gradient is fast.
+    if partition.platform() == "cpu":  # Its gradient is faster: 5 % of a step of small.
         return jnp.einsum("b,hqk->bhqk", jnp.ones(rows), bias)
     return jnp.broadcast_to(bias, (rows, *bias.shape))
 
@@ -537,18 +550,20 @@ def on_each_device(attend: Callable) -> Callable:
     if get_abstract_mesh().empty:
         return attend
     by_head = spec(("batch", "heads"))
+    # of q, k, v, mask and relative_bias
     specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
+    # The kernels do not say over which axes their outputs vary, so this is not checked.
     return jax.shard_map(attend, in_specs=specs, out_specs=by_head, check_vma=False)
 
 
 # What the forward pass saves for the backward pass, which recomputes everything else.
-# The kernels in extras/ give the name "attended" to their outputs.
-save_attention = policies.save_only_these_names("attended")
-save_products = policies.dots_with_no_batch_dims_saveable
+# "attended" is the name of the outputs of the kernels in extras/.
+KERNELS = policies.save_only_these_names("attended")
+PRODUCTS_WITH_WEIGHTS = policies.dots_with_no_batch_dims_saveable
 REMAT_POLICIES = {
     "none": policies.everything_saveable,
-    "dots": policies.save_from_both_policies(save_products, save_attention),
-    "full": save_attention,
+    "dots": policies.save_from_both_policies(PRODUCTS_WITH_WEIGHTS, KERNELS),
+    "full": KERNELS,
 }
 
 
@@ -601,10 +616,11 @@ def train_flops(cfg: Config) -> int:
     arch, S, T = cfg.model, cfg.data.inputs_length, cfg.data.targets_length
     D, F, A = arch.d_model, arch.d_ff, arch.num_heads * arch.d_kv
     mlp_weights = (3 if arch.activation.startswith("gated_") else 2) * D * F
-    encoder = S * (4 * D * A + mlp_weights) + 2 * S * S * A
-    # A decoder layer also projects the encoder's output to keys and values.
-    decoder = T * (6 * D * A + mlp_weights) + 2 * S * D * A + 2 * T * (T + S) * A
-    layers = arch.num_layers * encoder + arch.num_decoder_layers * decoder
+    # multiply-adds of a layer: products with weights, then q k^T and probs v
+    encoder_layer = S * (4 * D * A + mlp_weights) + 2 * S * S * A
+    decoder_layer = T * (6 * D * A + mlp_weights) + 2 * T * (T + S) * A
+    decoder_layer += 2 * S * D * A  # keys and values of the encoder's output
+    layers = arch.num_layers * encoder_layer + arch.num_decoder_layers * decoder_layer
     # A multiply-add is two operations. The backward pass costs twice the forward pass.
     return 3 * 2 * (layers + T * D * arch.vocab_size)
 
@@ -624,7 +640,7 @@ def list_params(cfg: Config) -> str:
     """Return a line for each parameter, as in the file model-info.txt of T5X."""
     lines = []
     for name, p in sorted(partition.flatten(param_table(cfg.model)).items()):
-        shape, axes = " x ".join(map(str, p.shape)), " ".join(map(str, p.axes))
+        shape, axes = " x ".join(map(str, p.shape)), " ".join(p.axes)
         lines.append(f"{name:44} {shape:20} {axes:22} {p.init:>16} {p.scale:.4g}\n")
     return "".join(lines) + describe_model(cfg) + "\n"
 

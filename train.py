@@ -60,10 +60,9 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
     warmup = train_cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
     steps_per_cycle = train_cfg.steps_per_cycle
-    if not steps_per_cycle:
-        # All steps, though the half wave begins after the warmup: so it ends above 0.
+    if not steps_per_cycle:  # As long as the run, so that its last rate is above 0.
         steps_per_cycle = train_cfg.steps - train_cfg.schedule_offset
-    cycle = jnp.maximum(0.0, (step - warmup) / steps_per_cycle)
+    cycles = jnp.maximum(0.0, (step - warmup) / steps_per_cycle)  # since the warmup
     factors = {
         "constant": train_cfg.learning_rate,
         # rises from 0 to 1 during the warmup
@@ -78,13 +77,11 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
         # multiplied by decay_factor every steps_per_decay steps
         "decay_every": train_cfg.decay_factor ** (step // train_cfg.steps_per_decay),
         # after the warmup, falls from 1 to 0 along half a cosine wave, and starts again
-        "cosine_decay": jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycle % 1.0)))),
+        "cosine_decay": jnp.maximum(0.0, 0.5 * (1 + jnp.cos(jnp.pi * (cycles % 1.0)))),
     }
-    names = [name.strip() for name in train_cfg.schedule.split("*")]
-    if unknown := set(names) - factors.keys():
-        raise UserError(f"--train.schedule has no {unknown}, but {', '.join(factors)}.")
-    rate = math.prod(map(factors.get, names))
-    return jnp.maximum(rate, 1e-8)
+    names = train_cfg.schedule.split("*")
+    rate = math.prod(factors[name.strip()] for name in names)
+    return jnp.maximum(rate, 1e-8)  # as in T5X; linear_decay would become negative
 
 
 # ---- optimizers ------------------------------------------------------------------------
@@ -107,7 +104,8 @@ def relative_update(path: tuple, u: Array, w: Array) -> Array:
 
     T5X has an array for each layer. Here they are stacked, so each layer has its own RMS.
     """
-    axes = tuple(range(1 if DictKey("layers") in path else 0, u.ndim))
+    first_axis = 1 if DictKey("layers") in path else 0  # after that of the layers
+    axes = tuple(range(first_axis, u.ndim))
 
     def rms(x):
         return jnp.sqrt(jnp.mean(x * x, axis=axes, keepdims=True))
@@ -122,6 +120,7 @@ def adafactor(rate: Array, train_cfg: TrainConfig) -> optax.GradientTransformati
         optax.scale_by_factored_rms(
             decay_rate=0.8, epsilon=1e-30, min_dim_size_to_factor=128
         ),
+        # for each parameter: relative_update(path, update, weights)
         optax.stateless(partial(jax.tree.map_with_path, relative_update)),
         optax.scale(rate),
         optax.add_decayed_weights(train_cfg.weight_decay),
@@ -161,12 +160,11 @@ def init_state(cfg: Config) -> TrainState:
 def accumulate_gradients(
     params: dict, batch: data.Batch, cfg: Config, rng: Array | None
 ) -> tuple[dict, dict]:
-    """Compute the gradients of the loss, divided by the number of target tokens.
+    """Return the gradients of the loss, and the sums of model.loss_fn.
 
-    To save memory, a batch can be split into microbatches, whose gradients are added up:
-    each loss is a sum, divided by the number of target tokens of the complete batch, or
-    by train.loss_normalizing_factor.
-    Returns the gradients, and the sums of model.loss_fn.
+    The loss is the sum over the batch, divided by its number of target tokens, or by
+    train.loss_normalizing_factor. To save memory, the gradients of microbatches can be
+    added up: each of them has the divisor of the complete batch.
     """
     tokens = jnp.sum(model.target_weights(batch))
     divisor = cfg.train.loss_normalizing_factor or jnp.maximum(tokens, 1.0)
@@ -240,17 +238,17 @@ def train_loop(
     train_cfg = cfg.train
     step, steps = int(state.step), train_cfg.steps
     must_stop, timer = catch_signals(), Timer(cfg)
+    steps_left = range(step + 1, steps + 1)
     # With disable=None, there is a progress bar only in a terminal.
-    bar = tqdm(range(step + 1, steps + 1), initial=step, total=steps, disable=None)
-    for step in bar:
-        batch = timer.wait_for(batches)
+    for step in tqdm(steps_left, initial=step, total=steps, disable=None):
+        batch = timer.next_batch(batches)
         # JAX computes the step in the background. Reading a metric waits for its result.
         state, metrics = compiled_step(state, partition.put_batch(batch))
         stop_now = must_stop(step)
-        last_step = step if stop_now else steps
+        last_step = step if stop_now else steps  # which is saved
         save_now = is_due(train_cfg.save_every, step, last_step)
         log_now = is_due(train_cfg.log_every, step, steps)
-        if log_now or save_now:
+        if log_now or save_now:  # A checkpoint must not have NaN.
             metrics = jax.device_get(metrics)
             refuse_infinite(metrics, step)
         if log_now:
@@ -267,7 +265,7 @@ def train_loop(
         if save_now:
             log.sync()
             checkpoints.save(state, step, batches.position)
-        if stop_now:
+        if stop_now:  # The restart makes the evaluations of this step.
             break
         evaluated = evaluator.run_due(step, state.params)
         if log_now or save_now or evaluated:
@@ -286,7 +284,7 @@ class Timer:
     def restart(self) -> None:
         self.start, self.rows, self.data_wait = time.perf_counter(), 0, 0.0
 
-    def wait_for(self, batches: data.Batches) -> data.Batch:
+    def next_batch(self, batches: data.Batches) -> data.Batch:
         began = time.perf_counter()
         batch = next(batches)
         self.data_wait += time.perf_counter() - began
@@ -353,7 +351,7 @@ class Log:
         self.sync()
 
     def sync(self) -> None:
-        """Write all lines to disk. To a remote file, no line can be appended."""
+        """Write all lines to disk. A remote file changes only here: it has no append."""
         if partition.is_main_process():
             text = "".join(f"{json.dumps(line)}\n" for line in self.lines)
             configs.write_file(self.path, text)
@@ -388,8 +386,9 @@ class Evaluator:
         # how many examples of a task are evaluated; None means all
         self.limit = train_cfg.eval_batches * train_cfg.batch_size or None
         self.groups = {}  # {group of metrics: (steps between evaluations, function)}
-        evaluates = train_cfg.eval_every or train_cfg.infer_every
-        for name in data.eval_tasks(cfg) if evaluates else []:
+        if not (train_cfg.eval_every or train_cfg.infer_every):
+            return
+        for name in data.eval_tasks(cfg):
             task = data.find_task(name, cfg)
             batches = data.batches_of_split(
                 name, "validation", cfg, tokenizer, self.limit
@@ -413,7 +412,7 @@ class Evaluator:
                 )
 
     def run_due(self, step: int, params: dict) -> bool:
-        """Make the evaluations that are due and not logged. Return if there were any."""
+        """Make the evaluations that are due and not logged. Return whether any were."""
         train_cfg = self.cfg.train
         evaluated = False
         for group, (every, function) in self.groups.items():
@@ -529,11 +528,20 @@ def find_start(
     if not resumes and step >= train_cfg.steps:
         raise UserError(
             f"A new run at step {step} needs --train.steps above {step}, not "
-            f"{train_cfg.steps}, or --train.start_step 0."
+            f"{train_cfg.steps}, or an earlier start: see --train.start_step and restore."
         )
     if train_cfg.start_step and not checkpoint:
-        raise UserError("Add --init_from RUN, or --train.start_step 0 without it.")
+        raise UserError("--train.start_step needs the weights of --init_from RUN.")
     return checkpoint, resumes, step
+
+
+def print_setup(cfg: Config, mesh: Mesh) -> None:
+    arch, kind = model.resolve_auto(cfg.model), mesh.devices.flat[0].device_kind
+    print(f"model    {model.describe_model(cfg)}")
+    print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
+    print(
+        f"compute  {arch.dtype}, attention {arch.attention_impl}, loss {arch.loss_impl}"
+    )
 
 
 def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> None:
@@ -545,16 +553,12 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     checkpoint, resumes, step = find_start(cfg, run_dir, init_from)
     mesh = partition.set_mesh(cfg)
     abstract, lowered = lower_step(cfg, mesh)
-    print(f"model    {model.describe_model(cfg)}")
-    kind = mesh.devices.flat[0].device_kind
-    arch = model.resolve_auto(cfg.model)
-    print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
-    print(
-        f"compute  {arch.dtype}, attention {arch.attention_impl}, loss {arch.loss_impl}"
-    )
+    print_setup(cfg, mesh)
     print(f"start    step {step:,}, {checkpoint or 'random weights'}")
     tokenizer = data.load_tokenizer(cfg, run_dir if resumes else init_from)
-    data_position = partition.read_headers(checkpoint)[1] if resumes else None
+    data_position = None
+    if resumes:
+        _, data_position = partition.read_headers(checkpoint)
     batches = data.Batches(cfg, tokenizer, data_position)
     partition.check_same((tokenizer.sha256, batches.position["files_crc32"]))
     if partition.is_main_process():
@@ -582,13 +586,12 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
 
 @dataclass(frozen=True)
 class Options(configs.Options):
-    # A run or a checkpoint, with whose weights a new run starts.
-    init_from: str = ""
+    init_from: str = ""  # the run or checkpoint with whose weights a new run starts
 
 
 # Where the settings of a run come from:
-# - Its folder has a checkpoint: from the run. Flags, and --config if it is given, must
-#   agree with them, except for configs.CHANGEABLE.
+# - Its folder has a checkpoint: from --config if it is given, else from the run. Only
+#   those in configs.CHANGEABLE may differ from the run's.
 # - It has only config.json, as the run was killed early, and --run_dir is given without
 #   --config: from the run. Flags change them.
 # - Else: from --config, but network and vocabulary from --init_from. Flags change the
@@ -605,12 +608,12 @@ def parse(argv: list[str] | None = None) -> Options:
 
 
 def parse_resumed(flags: Namespace, run_dir: str, argv: list[str] | None) -> Options:
-    """Take the stored settings of a run, to which --config and flags must be equal."""
+    """Take the settings of --config, or else of the run, which they must equal."""
     stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
     cfg, init_from = stored, metadata["init_from"]
     if flags.config:
         cfg = configs.load_recipe(flags.config)
-        if init_from:  # The run with these weights may be gone.
+        if init_from:  # It gave the network, and may be gone: `stored` has a copy.
             cfg = configs.with_network_of(cfg, stored)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.parse_flags(options, argv)
@@ -624,7 +627,10 @@ def parse_resumed(flags: Namespace, run_dir: str, argv: list[str] | None) -> Opt
 
 
 def parse_new(flags: Namespace, run_dir: str, argv: list[str] | None) -> Options:
-    """Take the settings of a recipe, but network and vocabulary from --init_from."""
+    """Take a recipe, or the settings of a run that has no checkpoint yet.
+
+    Network and vocabulary come from --init_from.
+    """
     init_from = flags.init_from
     has_settings = (configs.to_path(run_dir) / "config.json").exists()
     if has_settings and flags.run_dir and not flags.config:
@@ -641,6 +647,7 @@ def parse_new(flags: Namespace, run_dir: str, argv: list[str] | None) -> Options
     cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.parse_flags(options, argv)
+    # Flags must not change the network or the vocabulary.
     wanted = configs.with_network_of(options.cfg, origin)
     configs.refuse_differences(options.cfg, wanted, [], init_from)
     return options
