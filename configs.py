@@ -331,7 +331,7 @@ def parse_flags(options: Options, argv: list[str] | None) -> Options:
         description=sys.modules[type(options).__module__].__doc__,
     )
     for name, value in flat_settings(changed.cfg).items():
-        low, high = 1 if name in AT_LEAST_1 else 0, AT_MOST.get(name, math.inf)
+        low, high = int(name in AT_LEAST_1), AT_MOST.get(name, math.inf)
         if isinstance(value, int | float) and not low <= value <= high:
             raise UserError(f"--{name} {value} is out of range.")
     return changed
@@ -395,8 +395,6 @@ def load_run(source: str) -> tuple[Config, dict]:
     for name, values in stored["settings"].items():
         Section = type(getattr(Config(), name))  # such as ModelConfig
         fields = {field.name for field in dataclasses.fields(Section)}
-        if unknown := sorted(values.keys() - fields):
-            raise UserError(f"{path} was written by other code: it has {name}.{unknown}.")
         if missing := sorted(fields - values.keys()):  # settings newer than the run
             print_once(f"{path} lacks {name}.{missing}, which get their defaults.")
         sections[name] = Section(**values)

@@ -532,7 +532,6 @@ def write_hf(run: Run, folder: Path, dtype: np.dtype) -> None:
         "architectures": [family.upper() + kind],
         "model_type": family,
         "is_encoder_decoder": has_decoder,
-        "use_cache": has_decoder,
         "dtype": dtype.name,
         "tie_word_embeddings": arch.tied,
         **hf_config(arch),

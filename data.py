@@ -166,123 +166,6 @@ def prefix_lm(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list[Examp
     return [(ids[:cut], ids[cut:]) for ids, cut in zip(chunks, cuts)]
 
 
-# ---- sources: KIND:NAME ----------------------------------------------------------------
-
-
-class File(NamedTuple):
-    """A file or another part of a source. read() returns an iterable of records."""
-
-    name: str
-    read: Callable
-    size: int = 0
-
-
-def read_lines(path: str) -> Iterator[str]:
-    """Yield the lines of a UTF-8 file, which may be compressed."""
-    if path.endswith(".zip"):  # fsspec would read the first of its files.
-        raise UserError(f"{path}: unpack it, or use .gz, .bz2, .xz or .zst.")
-    with fsspec.open(path, compression="infer") as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise UserError(f"{path}:{number} is not UTF-8 text ({error}).") from None
-
-
-def read_text(path):
-    return ({"text": line.rstrip("\r\n")} for line in read_lines(path) if line.strip())
-
-
-def read_jsonl(path):
-    for number, line in enumerate(read_lines(path), 1):
-        try:
-            if line.strip():
-                yield {**json.loads(line)}
-        except (ValueError, TypeError) as error:
-            raise UserError(f"{path}:{number} is not a JSON object ({error}).") from None
-
-
-def read_table(delimiter, path):
-    """Yield the records of CSV as in RFC 4180, or of TSV, in which quotes are text."""
-    csv.field_size_limit(1 << 30)
-    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
-    rows = csv.reader(read_lines(path), delimiter=delimiter, quoting=quoting, strict=True)
-    names = next(rows, [])
-    for row in filter(None, rows):
-        if len(row) != len(set(names)):
-            raise UserError(f"{path}:{rows.line_num} has {len(row)} values for {names}.")
-        yield dict(zip(names, row))
-
-
-def read_parquet(path):
-    import pyarrow.parquet
-
-    with fsspec.open(path) as file:
-        table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
-        for batch in table.iter_batches(128):
-            # select() raises an error if two columns have the same name.
-            yield from batch.select(batch.schema.names).to_pylist()
-
-
-@cache
-def read_python():
-    """Return the pages of Python's manual, and the docstrings of each of its modules."""
-    from pydoc_data.topics import topics
-
-    texts = list(topics.values())
-    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
-    for path in sorted(Path(ast.__file__).parent.glob("*.py")):
-        nodes = ast.walk(ast.parse(path.read_bytes()))
-        docs = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
-        texts.append("\n\n".join(filter(None, docs)))
-    return [{"text": text} for text in texts if text]
-
-
-READERS = {
-    "text": read_text, "jsonl": read_jsonl, "csv": partial(read_table, ","),
-    "tsv": partial(read_table, "\t"), "parquet": read_parquet,
-}  # fmt: skip
-
-
-def find_files(pattern: str) -> list[tuple[str, int]]:
-    """Return (path, size) of all local or remote files that match a pattern, sorted."""
-    system, path = fsspec.core.url_to_fs(pattern)
-    files = sorted(system.glob(path, detail=True).items())
-    prefix = re.match("(.+?://)?", pattern)[0]  # such as gs://
-    return [(prefix + p, x["size"]) for p, x in files if x["type"] != "directory"]
-
-
-def source_files(source: str, split: str, cfg: Config) -> list[File]:
-    """Return the files of a source, such as python: and text:books/{split}.txt."""
-    kind, _, name = source.partition(":")
-    filled = name.replace("{split}", split)
-    if kind in ("hf", "tfds", "seqio", "random", "numbers"):
-        from extras import libraries
-
-        return libraries.SOURCES[kind](name, split, cfg)
-    if kind == "python":
-        # Called here, not in a thread: Python 3.11 cannot parse in two threads at once.
-        return [File(f"Python {python_version()}", partial(iter, read_python()))]
-    if kind not in READERS:
-        kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
-        raise UserError(f"{source!r} is not a source KIND:NAME. The kinds are {kinds}.")
-    found = find_files(filled)
-    files = [File(path, partial(READERS[kind], path), size) for path, size in found]
-    if not files and (filled == name or split == "train"):
-        raise UserError(f"No file matches {filled}.")
-    return files
-
-
-def split_records(file: File, index: int, split: str) -> Iterator[dict]:
-    """Yield a split of a file: 5 % of its first 20,000 records are for validation."""
-    for number, record in enumerate(file.read()):
-        if split == "validation" and number == 20_000:
-            return
-        held = number < 20_000 and zlib.crc32(f"{index}:{number}".encode()) % 20 == 0
-        if held == (split == "validation"):
-            yield record
-
-
 # ---- tokens ----------------------------------------------------------------------------
 
 
@@ -375,37 +258,6 @@ def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
     return tokenizer
 
 
-def train_vocabulary(cfg: Config, size: int) -> bytes:
-    """Train a SentencePiece model on the beginning of the training texts."""
-    lines, remaining = [], 1 << 27  # characters that are still to be read
-    readers = [read_task(name, "train", cfg) for name in train_tasks(cfg)]
-    in_turn = itertools.zip_longest(*readers, fillvalue={})
-    for fields in itertools.chain.from_iterable(in_turn):
-        for name in ("text", "inputs", "targets"):
-            text = fields.get(name, "")
-            lines += re.findall(".{1,4000}", text)  # SentencePiece skips longer lines
-            remaining -= len(text)
-        if remaining < 0:
-            break
-    print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
-    output = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(lines),
-        model_writer=output,
-        vocab_size=size,
-        hard_vocab_limit=False,  # A small text gives fewer pieces.
-        pad_id=PAD,
-        eos_id=EOS,
-        unk_id=UNK,
-        bos_id=-1,
-        character_coverage=0.9999,
-        max_sentence_length=16_000,
-        minloglevel=2,
-        num_threads=4,  # fixed, because another number gives another vocabulary
-    )
-    return output.getvalue()
-
-
 # ---- documents and examples ------------------------------------------------------------
 
 
@@ -457,7 +309,7 @@ class Task(NamedTuple):
     eos_in_inputs: bool = True  # False in T0, as `trim_and_add_eos` says
 
 
-def read_documents(files: list[File], task: Task, start=(0, 0)) -> Iterator:
+def read_documents(files: "list[File]", task: Task, start=(0, 0)) -> Iterator:
     """Yield (documents, (file, number), characters) of each record after `start`."""
     for f, file in enumerate(files[start[0] :], start[0]):
         number, record = 1, {}  # of the error message
@@ -779,7 +631,124 @@ def encode_pairs(pairs: list[dict], task: Task, tokenizer, cfg) -> list[Example]
     return make_examples(tokenize(pairs, task, tokenizer), task, tokenizer, cfg)
 
 
-# ---- tasks and mixtures ----------------------------------------------------------------
+# ---- sources: KIND:NAME ----------------------------------------------------------------
+
+
+class File(NamedTuple):
+    """A file or another part of a source. read() returns an iterable of records."""
+
+    name: str
+    read: Callable
+    size: int = 0
+
+
+def read_lines(path: str) -> Iterator[str]:
+    """Yield the lines of a UTF-8 file, which may be compressed."""
+    if path.endswith(".zip"):  # fsspec would read the first of its files.
+        raise UserError(f"{path}: unpack it, or use .gz, .bz2, .xz or .zst.")
+    with fsspec.open(path, compression="infer") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+            except UnicodeDecodeError as error:
+                raise UserError(f"{path}:{number} is not UTF-8 text ({error}).") from None
+
+
+def read_text(path):
+    return ({"text": line.rstrip("\r\n")} for line in read_lines(path) if line.strip())
+
+
+def read_jsonl(path):
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            if line.strip():
+                yield {**json.loads(line)}
+        except (ValueError, TypeError) as error:
+            raise UserError(f"{path}:{number} is not a JSON object ({error}).") from None
+
+
+def read_table(delimiter, path):
+    """Yield the records of CSV as in RFC 4180, or of TSV, in which quotes are text."""
+    csv.field_size_limit(1 << 30)
+    quoting = csv.QUOTE_MINIMAL if delimiter == "," else csv.QUOTE_NONE
+    rows = csv.reader(read_lines(path), delimiter=delimiter, quoting=quoting, strict=True)
+    names = next(rows, [])
+    for row in filter(None, rows):
+        if len(row) != len(set(names)):
+            raise UserError(f"{path}:{rows.line_num} has {len(row)} values for {names}.")
+        yield dict(zip(names, row))
+
+
+def read_parquet(path):
+    import pyarrow.parquet
+
+    with fsspec.open(path) as file:
+        table = pyarrow.parquet.ParquetFile(file, page_checksum_verification=True)
+        for batch in table.iter_batches(128):
+            # select() raises an error if two columns have the same name.
+            yield from batch.select(batch.schema.names).to_pylist()
+
+
+@cache
+def read_python():
+    """Return the pages of Python's manual, and the docstrings of each of its modules."""
+    from pydoc_data.topics import topics
+
+    texts = list(topics.values())
+    kinds = ast.Module, ast.ClassDef, ast.FunctionDef
+    for path in sorted(Path(ast.__file__).parent.glob("*.py")):
+        nodes = ast.walk(ast.parse(path.read_bytes()))
+        docs = [ast.get_docstring(node) for node in nodes if isinstance(node, kinds)]
+        texts.append("\n\n".join(filter(None, docs)))
+    return [{"text": text} for text in texts if text]
+
+
+READERS = {
+    "text": read_text, "jsonl": read_jsonl, "csv": partial(read_table, ","),
+    "tsv": partial(read_table, "\t"), "parquet": read_parquet,
+}  # fmt: skip
+
+
+def find_files(pattern: str) -> list[tuple[str, int]]:
+    """Return (path, size) of all local or remote files that match a pattern, sorted."""
+    system, path = fsspec.core.url_to_fs(pattern)
+    files = sorted(system.glob(path, detail=True).items())
+    prefix = re.match("(.+?://)?", pattern)[0]  # such as gs://
+    return [(prefix + p, x["size"]) for p, x in files if x["type"] != "directory"]
+
+
+def source_files(source: str, split: str, cfg: Config) -> list[File]:
+    """Return the files of a source, such as python: and text:books/{split}.txt."""
+    kind, _, name = source.partition(":")
+    filled = name.replace("{split}", split)
+    if kind in ("hf", "tfds", "seqio", "random", "numbers"):
+        from extras import libraries
+
+        return libraries.SOURCES[kind](name, split, cfg)
+    if kind == "python":
+        # Called here, not in a thread: Python 3.11 cannot parse in two threads at once.
+        return [File(f"Python {python_version()}", partial(iter, read_python()))]
+    if kind not in READERS:
+        kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
+        raise UserError(f"{source!r} is not a source KIND:NAME. The kinds are {kinds}.")
+    found = find_files(filled)
+    files = [File(path, partial(READERS[kind], path), size) for path, size in found]
+    if not files and (filled == name or split == "train"):
+        raise UserError(f"No file matches {filled}.")
+    return files
+
+
+def split_records(file: File, index: int, split: str) -> Iterator[dict]:
+    """Yield a split of a file: 5 % of its first 20,000 records are for validation."""
+    for number, record in enumerate(file.read()):
+        if split == "validation" and number == 20_000:
+            return
+        held = number < 20_000 and zlib.crc32(f"{index}:{number}".encode()) % 20 == 0
+        if held == (split == "validation"):
+            yield record
+
+
+# ---- tasks, mixtures, and the training of a vocabulary ---------------------------------
 
 TASKS |= {
     "span_corruption": Task("python:", objective=SPAN_CORRUPTION),
@@ -858,6 +827,37 @@ def read_task(name: str, split: str, cfg: Config) -> Iterator[dict]:
     task, files = open_task(name, split, cfg)
     for documents, *_ in read_documents(files, task):
         yield from documents
+
+
+def train_vocabulary(cfg: Config, size: int) -> bytes:
+    """Train a SentencePiece model on the beginning of the training texts."""
+    lines, remaining = [], 1 << 27  # characters that are still to be read
+    readers = [read_task(name, "train", cfg) for name in train_tasks(cfg)]
+    in_turn = itertools.zip_longest(*readers, fillvalue={})
+    for fields in itertools.chain.from_iterable(in_turn):
+        for name in ("text", "inputs", "targets"):
+            text = fields.get(name, "")
+            lines += re.findall(".{1,4000}", text)  # SentencePiece skips longer lines
+            remaining -= len(text)
+        if remaining < 0:
+            break
+    print(f"data     training a vocabulary of {size:,} pieces on {len(lines):,} lines")
+    output = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines),
+        model_writer=output,
+        vocab_size=size,
+        hard_vocab_limit=False,  # A small text gives fewer pieces.
+        pad_id=PAD,
+        eos_id=EOS,
+        unk_id=UNK,
+        bos_id=-1,
+        character_coverage=0.9999,
+        max_sentence_length=16_000,
+        minloglevel=2,
+        num_threads=4,  # fixed, because another number gives another vocabulary
+    )
+    return output.getvalue()
 
 
 configs.load_extras()  # adds the tasks and mixtures of T5 and T0

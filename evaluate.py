@@ -280,28 +280,50 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
     }
 
 
+def refuse_equal_ids(name: str, choices: list, id_pairs: list, groups: list) -> None:
+    """Stop if a right and a wrong choice of an example have the same token ids."""
+    for group in groups:
+        right = {tuple(id_pairs[i][1]) for i in group if choices[i]["is_correct"]}
+        wrong = {tuple(id_pairs[i][1]) for i in group if not choices[i]["is_correct"]}
+        if right & wrong:
+            texts = [choices[i]["targets"] for i in group]
+            raise UserError(
+                f"{name} has a right and a wrong choice with equal token ids, perhaps as "
+                f"--data.targets_length cuts them: {texts}."
+            )
+
+
+def ranked_lines(choices: list, groups: list, scores: np.ndarray) -> list[dict]:
+    """Return a line for each example, with its choices, their scores and the best one."""
+    lines = []
+    for group in groups:
+        own = [choices[i] for i in group]
+        best = own[np.argmax(np.float32(scores[group]))]
+        line = {
+            "choices": [choice["targets"] for choice in own],
+            "scores": scores[group].tolist(),
+            "targets": [choice["targets"] for choice in own if choice["is_correct"]],
+            "prediction": best["targets"],
+            "is_correct": best["is_correct"],
+        }
+        lines.append(own[0] | line)
+    return lines
+
+
 def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False):
     """Score the choices of every example. Returns metrics, and a line for each."""
     task, examples = data.find_task(name, cfg), read_pairs(name, split, cfg)
     choices = []
     for number, example in enumerate(examples):
         choices += answer_choices(name, task, number, example)
-    texts = [choice["targets"] for choice in choices]
-    indices = [choice["idx"] for choice in choices]
-    correct = [choice["is_correct"] for choice in choices]
-    weights = [choice["weight"] for choice in choices]
     id_pairs = data.encode_pairs(choices, task, tokenizer, cfg)
-    groups = group_choices(indices)
-    for group in groups:
-        right = {tuple(id_pairs[i][1]) for i in group if correct[i]}
-        wrong = {tuple(id_pairs[i][1]) for i in group if not correct[i]}
-        if right & wrong:
-            raise UserError(
-                f"{name} has a right and a wrong choice with equal token ids, perhaps as "
-                f"--data.targets_length cuts them: {[texts[i] for i in group]}."
-            )
+    groups = group_choices([choice["idx"] for choice in choices])
+    refuse_equal_ids(name, choices, id_pairs, groups)
     lengths = [len(targets) for _, targets in id_pairs]
-    labels = list(zip(indices, correct, weights, lengths))
+    labels = [
+        (choice["idx"], choice["is_correct"], choice["weight"], length)
+        for choice, length in zip(choices, lengths)
+    ]
     choice_sets = {tuple(x.get("answer_choices", task.choices)) for x in examples}
     num_classes = len(choice_sets.pop()) if len(choice_sets) == 1 else None
     # Try the metrics before the work: a package may be missing.
@@ -310,18 +332,8 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
     scores = np.array(list(infer.process_examples(params, cfg, requests, "score")))
     if normalize:
         scores /= lengths
-    lines = []
-    for group in groups:
-        best = group[np.argmax(np.float32(scores[group]))]
-        line = {
-            "choices": [texts[i] for i in group],
-            "scores": scores[group].tolist(),
-            "targets": [texts[i] for i in group if correct[i]],
-            "prediction": texts[best],
-            "is_correct": correct[best],
-        }
-        lines.append(choices[group[0]] | line)
-    return rank_classification(labels, scores, num_classes), lines
+    metrics = rank_classification(labels, scores, num_classes)
+    return metrics, ranked_lines(choices, groups, scores)
 
 
 # ---- metrics ---------------------------------------------------------------------------

@@ -238,9 +238,8 @@ def train_loop(
     train_cfg = cfg.train
     step, steps = int(state.step), train_cfg.steps
     must_stop, timer = catch_signals(), Timer(cfg)
-    steps_left = range(step + 1, steps + 1)
     # With disable=None, there is a progress bar only in a terminal.
-    for step in tqdm(steps_left, initial=step, total=steps, disable=None):
+    for step in tqdm(range(step + 1, steps + 1), initial=step, total=steps, disable=None):
         batch = timer.next_batch(batches)
         # JAX computes the step in the background. Reading a metric waits for its result.
         state, metrics = compiled_step(state, partition.put_batch(batch))
