@@ -939,7 +939,7 @@ def test_a_run_that_lacks_a_setting_gets_its_default_and_says_so(tmp_path, capsy
     assert configs.load_run(tmp_path)[0] == SMALL
     assert "seed" in capsys.readouterr().err
     path.write_text(text.replace('"seed": 7', '"ema": 7'))
-    with pytest.raises(UserError, match="ema"):
+    with pytest.raises(TypeError, match="ema"):
         configs.load_run(tmp_path)
 
 
