@@ -235,8 +235,9 @@ RECIPES = {
 }
 # fmt: on
 
-# Without the folder extras/, there are no kernels, tasks of t5 and datasets of libraries,
-# no vocabularies but SentencePiece, and no weights but those of Hugging Face.
+# Without the folder extras/, there are no kernels, pictures, tasks of t5 and datasets of
+# libraries, no data for tiny_finetune, no vocabularies but SentencePiece, and no weights
+# but those of Hugging Face.
 HAS_EXTRAS = importlib.util.find_spec("extras") is not None
 # data.py, evaluate.py and extras/ fill these tables. A recipe file adds its TASKS and
 # MIXTURES, and can define a VOCABULARY.

@@ -145,13 +145,16 @@ def span_corruption(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list
         same_length = np.flatnonzero(lengths == length)
         tokens = np.stack([chunks[i] for i in same_length])
         noise, spans = noise_counts(length, data_cfg)
-        inputs, targets = length - noise + spans + 1, noise + spans + 1  # numbers of ids
-        too_long = inputs > data_cfg.inputs_length or targets > data_cfg.targets_length
+        num_inputs = length - noise + spans + 1  # kept tokens, sentinels and EOS
+        num_targets = noise + spans + 1  # removed tokens, sentinels and EOS
+        too_long = (
+            num_inputs > data_cfg.inputs_length or num_targets > data_cfg.targets_length
+        )
         if spans > tokenizer.extra_ids or too_long:
             raise UserError(
-                f"{length} tokens need {inputs} inputs, {targets} targets and {spans} "
-                f"of {tokenizer.extra_ids} sentinels: raise --data.targets_length or "
-                f"--data.mean_span_length, or use the task prefix_lm."
+                f"{length} tokens need {num_inputs} inputs, {num_targets} targets and "
+                f"{spans} of {tokenizer.extra_ids} sentinels: raise "
+                f"--data.targets_length or --data.mean_span_length, or take prefix_lm."
             )
         corrupted = corrupt_spans(tokens, tokenizer.first_sentinel, data_cfg, *seeds)
         for i, inputs, targets in zip(same_length, *corrupted):
@@ -273,8 +276,7 @@ def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
             label = float(record["label"])  # 1.0 finds 1, and 0.5 nothing
             if label == -1:
                 configs.print_once("Some labels are -1: as in t5, they become <unk>.")
-            words = {**dict(enumerate(choices)), -1: "<unk>"}
-            record["label"] = words[label]
+            record["label"] = {**dict(enumerate(choices)), -1: "<unk>"}[label]
         pair = dict(inputs=inputs.format_map(record), targets=targets.format_map(record))
         if "idx" in record:  # the number that GLUE gives an example
             pair["idx"] = record["idx"]

@@ -330,10 +330,9 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
     rank_classification(labels, np.zeros(len(labels)), num_classes)
     requests = [infer.Request(inputs, targets) for inputs, targets in id_pairs]
     scores = np.array(list(infer.process_examples(params, cfg, requests, "score")))
-    if normalize:
-        scores /= lengths
-    metrics = rank_classification(labels, scores, num_classes)
-    return metrics, ranked_lines(choices, groups, scores)
+    metrics = rank_classification(labels, scores, num_classes, normalize)
+    ranked = scores / lengths if normalize else scores
+    return metrics, ranked_lines(choices, groups, ranked)
 
 
 # ---- metrics ---------------------------------------------------------------------------

@@ -720,7 +720,7 @@ def test_lesson_convert_a_tied_model_scales_its_logits():
     assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
 
 
-# ---- helpers of the other tests --------------------------------------------------------
+# ---- helpers of lessons and other tests ------------------------------------------------
 
 
 @functools.partial(jax.jit, static_argnums=2)

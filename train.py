@@ -5,8 +5,8 @@ that was stopped or killed, run the same command again. On the same devices, the
 exactly that of a run that was never stopped.
 
     python train.py                      train `tiny` in a minute or two on a CPU
-    python train.py --config small_c4 --data.vocab spiece.model
-                                         train T5 1.1 small on C4, on all local devices
+    python train.py --config small_c4 --data.source 'text:corpus/*.txt.gz'
+                                         train T5 1.1 small on your text, on all devices
 
 Example: the learning rate of T5 is constant for 10,000 steps, and then 1 / sqrt(step).
 
@@ -139,6 +139,10 @@ OPTIMIZERS = {"adafactor": adafactor, "adamw": adamw}
 
 
 # ---- state and step --------------------------------------------------------------------
+# train_step                computes the new weights
+#   accumulate_gradients    the gradients of model.loss_fn, over all microbatches
+#   learning_rate           the rate of this step
+#   OPTIMIZERS              how gradients and rate become an update
 
 
 class TrainState(NamedTuple):
@@ -551,8 +555,8 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     """
     checkpoint, resumes, step = find_start(cfg, run_dir, init_from)
     mesh = partition.set_mesh(cfg)
-    abstract, lowered = lower_step(cfg, mesh)
     print_setup(cfg, mesh)
+    abstract, lowered = lower_step(cfg, mesh)  # says so if no kernel fits
     print(f"start    step {step:,}, {checkpoint or 'random weights'}")
     tokenizer = data.load_tokenizer(cfg, run_dir if resumes else init_from)
     data_position = None
