@@ -280,8 +280,8 @@ def load_arrays(folder: Path, abstract: Any) -> Any:
         if found.get(name) != needed.get(name):
             raise UserError(
                 f"{folder} has {found.get(name, 'nothing')} for the array {name}, but "
-                f"this run needs {needed.get(name, 'nothing')}: use the settings of the "
-                f"run that wrote it."
+                f"this run needs {needed.get(name, 'nothing')}: other settings or other "
+                f"code (a fork) wrote it."
             )
 
     def load(name, like):
