@@ -1,6 +1,6 @@
 """All settings of plain T5, and recipes: named values for these settings.
 
-A setting is a field of a dataclass, and the comment beside it is its help text. A recipe
+A setting is a field of a dataclass, with a comment, which is its help text. A recipe
 is a Config; --config takes its name, or a Python file that defines CONFIG.
 
     python configs.py             list the recipes
@@ -86,7 +86,7 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """Training, evaluation and checkpoints. A period of 0 steps means never."""
+    """Training, evaluation and checkpoints. For settings ..._every, 0 means never."""
 
     steps: int = 10_000  # last step
     start_step: int = 0  # where a new run starts to count, as at 1000000 after T5's steps
@@ -340,7 +340,8 @@ def parse_flags(options: Options, argv: list[str] | None) -> Options:
 
 # ---- runs ------------------------------------------------------------------------------
 
-# A resumed run may change these settings. Any other change would be another experiment.
+# A resumed run may change these settings, although train.steps stretches a cosine. Any
+# other change would be another experiment.
 CHANGEABLE = (
     "decode mesh model.attention_impl model.loss_impl model.remat train.steps "
     "train.microbatches train.log_every train.eval_every train.infer_every "

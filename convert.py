@@ -8,11 +8,11 @@
 
 All of them hold the same numbers under different names. T5X has an array
 [inputs, outputs] for each matrix of each layer, PyTorch has [outputs, inputs], and plain
-T5 stacks all layers: [layers, inputs, outputs]. The readers of the others return arrays
-with the names and axes of T5X, and `to_plain` stacks them. An array that is missing,
-unknown or of another shape stops the conversion. What a format does not state is assumed,
-and printed. A vocabulary is copied, not translated. extras/ has what reads and writes
-files of T5X and Mesh TensorFlow.
+T5 stacks all layers: [layers, inputs, outputs]. The arrays of other formats first get the
+names and axes of T5X, and `to_plain` stacks them. An array that is missing, unknown or of
+another shape stops the conversion. What config.json leaves out has the default of
+transformers; what Gin files leave out is assumed, and printed. A vocabulary is copied,
+not translated. extras/ has what reads and writes files of T5X and Mesh TensorFlow.
 
 Memory holds the arrays up to three times: 11 billion parameters need 140 GB.
 
@@ -554,7 +554,7 @@ def write_json(path: Path, content: dict) -> None:
 def check_written(run: Run, written: Run, dtype: np.dtype) -> None:
     """Stop if written arrays differ, or if another network is read."""
     wanted = configs.with_network_of(written.cfg, run.cfg)
-    configs.refuse_differences(written.cfg, wanted, ["data"], "The written model")
+    configs.refuse_differences(wanted, written.cfg, ["data"], "The written model")
     for name, array in written.arrays.items():
         expected = np.asarray(run.arrays[name])
         if name.startswith("params/"):

@@ -289,7 +289,7 @@ class Objective(NamedTuple):
     """How texts become examples (inputs, targets)."""
 
     function: Callable  # such as span_corruption
-    # data_cfg -> tokens of a chunk; by default, it fills the inputs, with EOS
+    # data_cfg -> tokens of a chunk; by default, what the inputs hold besides EOS
     length: Callable = lambda data_cfg: data_cfg.inputs_length - 1
     joins: bool = True  # whether documents are joined before, without EOS between them
 
@@ -314,7 +314,7 @@ class Task(NamedTuple):
 def read_documents(files: "list[File]", task: Task, start=(0, 0)) -> Iterator:
     """Yield (documents, (file, number), characters) of each record after `start`."""
     for f, file in enumerate(files[start[0] :], start[0]):
-        number, record = 1, {}  # of the error message
+        number, record = 1, {}  # its number in the file; its fields, for a message
         try:
             for record in file.read():
                 if (f, number) > start:
@@ -443,7 +443,7 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 # make_batches     batches of rows, and the position from which a restart continues
 # prefetch         a thread reads the next window, and another makes the next batches
 
-EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # what random bits are for: the last seeds
+EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # seeds that keep uses apart
 WINDOW_CHARACTERS = 1 << 23  # of a window; n tasks get 1 / n of them, at least 1 / 32
 ROWS_PER_PACK = 512  # rows that are packed together
 
@@ -517,7 +517,7 @@ def print_statistics(packed: Batch, lengths: np.ndarray, limits: tuple[int, int]
     cut = (lengths >= limits).any(axis=1).mean()
     inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
     unknown = (packed.inputs == UNK).sum() / lengths[:, 0].sum()
-    print(f"data     {cut:.1%} of examples fill a row (in pretraining, all) or are cut")
+    print(f"data     {cut:.1%} of examples fill a row (span corruption: most) or are cut")
     print(f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full")
     print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
 
@@ -533,7 +533,7 @@ class Batches(Iterator):
         self.cfg = cfg
         self.rates = train_tasks(cfg)
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
-        self.packs = cfg.data.pack
+        self.pack = cfg.data.pack
         start = {"used_rows": 0, "cursors": dict.fromkeys(self.rates, Cursor())}
         self.position = position or start
         self.cursors = {name: Cursor(*c) for name, c in self.position["cursors"].items()}
@@ -546,10 +546,10 @@ class Batches(Iterator):
             windows = prefetch(windows, reader, ahead=1)
             self.streams[name] = examples_of(name, task, tokenizer, cfg, windows, cursor)
             files_found += [[file.name.split("/")[-1], file.size] for file in task_files]
-        files = zlib.crc32(json.dumps([self.rates, files_found]).encode())
-        if self.position.get("files_crc32", files) != files:
+        crc32 = zlib.crc32(json.dumps([self.rates, files_found]).encode())
+        if self.position.get("files_crc32", crc32) != crc32:
             raise UserError("This run began with other files, rates, or another Python.")
-        self.position["files_crc32"] = files
+        self.position["files_crc32"] = crc32
         # A GPU may need 10 batches while the examples of the next window are made.
         self.batches = prefetch(self.make_batches(), maker, ahead=16)
 
@@ -571,7 +571,7 @@ class Batches(Iterator):
             if example:
                 totals[k] += 1
                 examples.append(example)
-                lengths = [len(ids) for ids in example] if self.packs else self.limits
+                lengths = [len(ids) for ids in example] if self.pack else self.limits
                 filled += np.divide(lengths, self.limits)
             elif examples:  # The epoch of a task ends here, and so does the pack.
                 break
@@ -582,7 +582,7 @@ class Batches(Iterator):
         total = sum(cursor.total for cursor in self.cursors.values())
         examples = self.choose_examples()
         lengths = np.array([[len(ids) for ids in example] for example in examples])
-        row_of = pack(lengths, self.limits) if self.packs else np.arange(len(examples))
+        row_of = pack(lengths, self.limits) if self.pack else np.arange(len(examples))
         new_number = random_order(row_of.max() + 1, self.cfg.train.seed, total, ROW_ORDER)
         rows = [[] for _ in new_number]
         for r, example in zip(new_number[row_of], examples):
@@ -616,16 +616,16 @@ def batches_of_split(
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
     items = []
-    for window, next_window in read_windows(task, files, tokenizer, cfg, 1 << 18):
-        items += window
+    for new_items, next_window in read_windows(task, files, tokenizer, cfg, 1 << 18):
+        items += new_items
         if next_window.epoch or (limit and len(items) >= limit):
             break
     seeds = cfg.train.seed, zlib.crc32(name.encode()), NOISE
     examples = make_examples(items[:limit], task, tokenizer, cfg, *seeds)
-    limits = cfg.data.inputs_length, cfg.data.targets_length
+    lengths = cfg.data.inputs_length, cfg.data.targets_length
     size = cfg.train.batch_size
     rows = [[example] for example in examples] + [[]] * (-len(examples) % size)
-    return [fill_rows(rows[i : i + size], limits) for i in range(0, len(rows), size)]
+    return [fill_rows(rows[i : i + size], lengths) for i in range(0, len(rows), size)]
 
 
 def encode_pairs(pairs: list[dict], task: Task, tokenizer, cfg) -> list[Example]:
@@ -693,7 +693,7 @@ def read_parquet(path):
 
 @cache
 def read_python():
-    """Return the pages of Python's manual, and the docstrings of each of its modules."""
+    """Return the pages of Python's manual, and docstrings, joined for each module."""
     from pydoc_data.topics import topics
 
     texts = list(topics.values())

@@ -57,8 +57,8 @@ def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:
         arrays = partition.put_batch((batch, is_content))
         sums.append(batch_sums(params, *arrays, cfg))
     # Divide once, so that each token has the same weight.
-    total, content = jax.tree.map(lambda *numbers: sum(numbers), *sums)
-    metrics = model.mean_metrics(total)
+    all_tokens, content = jax.tree.map(lambda *numbers: sum(numbers), *sums)
+    metrics = model.mean_metrics(all_tokens)
     metrics["content_loss"] = model.mean_metrics(content)["cross_ent_loss"]
     return {name: float(value) for name, value in metrics.items()}
 
@@ -242,12 +242,13 @@ def group_choices(indices: list[tuple[int, int]]) -> list[list[int]]:
 
 
 def rank_classification(targets, scores, num_classes=None, normalize=False) -> dict:
-    """Return how often the choice with the highest score is correct, in percent.
+    """Return how often the choice with the highest score is right, and F1, in percent.
 
     As in t5/evaluation/metrics.py, the targets are (idx, is_correct, weight, length in
     tokens) of each choice in any order, with idx = (number of the example, number of the
     choice). If all examples have the same choices, their number is num_classes. They are
-    then classes, which have an F1. `normalize` divides each score by the length.
+    then classes, which have an F1, and if there are two, areas under curves. `normalize`
+    divides each score by the length.
     """
     indices, *columns = zip(*targets)
     correct, weights, lengths = map(np.array, columns)

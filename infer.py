@@ -6,11 +6,11 @@
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
 Each line of IN.jsonl is an object with "inputs" and, for --mode score, "targets". Both
-are a text, which gets EOS and is cut to its length, or a list of token ids, which is used
-as it is (0 is padding). OUT.jsonl has the same lines in the same order, with a new field
-"prediction", "score" (the log-probability of the targets) or "embedding" (the mean output
-of the encoder). Up to rounding, a result depends only on its line, and random samples
-also on its number.
+are a text, which gets EOS and is cut to --data.inputs_length or targets_length, or a list
+of token ids, which is used as it is (0 is padding). OUT.jsonl has the same lines in the
+same order, with a new field "prediction", "score" (the log-probability of the targets) or
+"embedding" (the mean output of the encoder). Up to rounding, a result depends only on its
+line, and random samples also on its number.
 
 Letters of shapes: B examples, N outputs of an example (beams or samples), S input length,
 T maximum number of generated ids, H heads, C channels of a head, K keys, V vocabulary.
@@ -73,7 +73,7 @@ def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> 
     """Call dot_product_attention for the few queries of the newest tokens."""
     N = q.shape[2]
     if partition.platform() == "tpu":
-        # Fewer than 8 rows would not use the matrix unit, and take four times as long.
+        # Fewer than 8 queries would not use the matrix unit, and take four times as long.
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], N, mask.shape[3]))
         padding = (0, 0), (0, 0), (0, -N % 8), (0, 0)
         q, mask = jnp.pad(q, padding), jnp.pad(mask, padding)
@@ -240,10 +240,10 @@ class BeamState(NamedTuple):
 
 def start_beams(B: int, N: int, T: int) -> BeamState:
     """Begin with equal, empty beams. Only the first one counts in the first step."""
-    zeros, masked = jnp.zeros((B, N, T), jnp.int32), jnp.full((B, N), NEG_INF)
-    scores = masked.at[:, 0].set(0.0)
+    zeros, lowest = jnp.zeros((B, N, T), jnp.int32), jnp.full((B, N), NEG_INF)
+    scores = lowest.at[:, 0].set(0.0)
     done = jnp.zeros((B, 1), bool)
-    return BeamState(zeros, scores, zeros, masked, ancestors=zeros, done=done)
+    return BeamState(zeros, scores, zeros, lowest, ancestors=zeros, done=done)
 
 
 def length_penalty(tokens, decode_cfg: DecodeConfig):
@@ -376,6 +376,8 @@ BATCHES_PER_BLOCK = 16  # the batches of a block, in which examples are sorted b
 
 
 class Request(NamedTuple):
+    """An example for process_examples."""
+
     inputs: Sequence  # token ids, with EOS if the task has it
     targets: Sequence = ()
     index: int = 0  # selects the random samples
@@ -409,8 +411,8 @@ def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
     # A small group gets a batch of the next power of two. Copies of its last example fill
     # it, which do not need more decoding steps than that example.
     rows = min(cfg.decode.batch_size, 1 << (len(group) - 1).bit_length())
-    parts = jax.sharding.get_mesh().shape["data"]
-    rows = math.ceil(rows / parts) * parts
+    shards = jax.sharding.get_mesh().shape["data"]
+    rows = math.ceil(rows / shards) * shards
     padded = group + [group[-1]] * (rows - len(group))
     limits = (
         padded_length([request.inputs for request in padded]),
@@ -664,9 +666,10 @@ class Options(configs.Options):
 
 def main() -> None:
     options = configs.parse(Options)
-    from_file = options.input and options.output and options.text is None
-    needs_file = options.mode != "predict" or options.shard != "0/1"
-    if (options.input or options.output or needs_file) and not from_file:
+    has_files = options.input and options.output and options.text is None
+    other_flags = options.mode != "predict" or options.shard != "0/1"
+    needs_files = options.input or options.output or other_flags
+    if needs_files and not has_files:
         raise UserError(
             "Give one text, lines on standard input, or --input with --output, which "
             "--mode and --shard need."

@@ -262,7 +262,7 @@ def make_attend(
 
     # mask and relative_bias are arguments, too: each device gets its part of them.
     @on_each_device
-    def attend(q, k, v, mask, relative_bias):
+    def compute(q, k, v, mask, relative_bias):
         bias = None
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
@@ -272,7 +272,7 @@ def make_attend(
             return attention_kernel.attend(q, k, v, mask, bias)
         return dot_product_attention(q, k, v, mask, bias)
 
-    return lambda q, k, v: attend(q, k, v, mask, relative_bias)
+    return lambda q, k, v: compute(q, k, v, mask, relative_bias)
 
 
 def split_heads(x: Array, arch: ModelConfig) -> Array:
@@ -545,15 +545,15 @@ def repeat_rows(bias: Array, rows: int) -> Array:
     return jnp.broadcast_to(bias, (rows, *bias.shape))
 
 
-def on_each_device(attend: Callable) -> Callable:
+def on_each_device(compute: Callable) -> Callable:
     """Let each device attend for its own rows and heads, without communication."""
     if get_abstract_mesh().empty:
-        return attend
+        return compute
     by_head = spec(("batch", "heads"))
     # of q, k, v, mask and relative_bias
     specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
     # The kernels do not say over which axes their outputs vary, so this is not checked.
-    return jax.shard_map(attend, in_specs=specs, out_specs=by_head, check_vma=False)
+    return jax.shard_map(compute, in_specs=specs, out_specs=by_head, check_vma=False)
 
 
 # What the forward pass saves for the backward pass, which recomputes everything else.
@@ -640,7 +640,8 @@ def list_params(cfg: Config) -> str:
     """Return a line for each parameter, as in the file model-info.txt of T5X."""
     lines = []
     for name, p in sorted(partition.flatten(param_table(cfg.model)).items()):
-        shape, axes = " x ".join(map(str, p.shape)), " ".join(p.axes)
+        shape = " x ".join(map(str, p.shape))
+        axes = " ".join(p.axes)
         lines.append(f"{name:44} {shape:20} {axes:22} {p.init:>16} {p.scale:.4g}\n")
     return "".join(lines) + describe_model(cfg) + "\n"
 

@@ -296,7 +296,7 @@ def load_arrays(folder: Path, abstract: Any) -> Any:
 
 
 class Checkpoints:
-    """Save and list the checkpoints of one run. Every process calls each method."""
+    """Save and list the checkpoints of one run. Every process calls `save`."""
 
     def __init__(self, run_dir: Path | str, keep: int = 3):
         self.folder, self.keep = configs.to_path(run_dir) / "checkpoints", keep

@@ -102,7 +102,8 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
 def relative_update(path: tuple, u: Array, w: Array) -> Array:
     """Return max(1e-3, RMS(w)) * u / max(1, RMS(u)).
 
-    T5X has an array for each layer. Here they are stacked, so each layer has its own RMS.
+    T5X has an array for each layer. Here, one array holds all layers, so the RMS is taken
+    over all axes but the first.
     """
     first_axis = 1 if DictKey("layers") in path else 0  # after that of the layers
     axes = tuple(range(first_axis, u.ndim))
@@ -174,8 +175,8 @@ def accumulate_gradients(
     divisor = cfg.train.loss_normalizing_factor or jnp.maximum(tokens, 1.0)
 
     def loss(params, microbatch, rng):
-        total, sums = model.loss_fn(params, microbatch, cfg, rng)
-        return total / divisor, sums
+        summed_loss, sums = model.loss_fn(params, microbatch, cfg, rng)
+        return summed_loss / divisor, sums
 
     gradients = jax.grad(loss, has_aux=True)  # returns the gradients and the sums
     n = cfg.train.microbatches
@@ -188,9 +189,9 @@ def accumulate_gradients(
     )
     rngs = None if rng is None else jax.random.split(rng, n)
 
-    def add(total, microbatch_and_rng):
+    def add(so_far, microbatch_and_rng):
         new = gradients(params, *microbatch_and_rng)
-        return jax.tree.map(jnp.add, total, new), None
+        return jax.tree.map(jnp.add, so_far, new), None
 
     # Gradients and sums have the same shapes for a microbatch as for the batch.
     zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradients, params, batch, rng))
