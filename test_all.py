@@ -2210,7 +2210,7 @@ def test_samples_depend_on_the_example_the_sample_the_position_and_the_seed():
 def test_results_do_not_depend_on_the_batch_or_the_mesh(mode, decode):
     """They come in the order of the examples, although batches are sorted by length."""
     rng, examples = np.random.default_rng(0), []
-    for pair in [(5, 3), (30, 8), (1, 5), (16, 2), (17, 20), (2, 4)]:
+    for pair in [(5, 3), (30, 8), (1, 5), (16, 2), (7, 20), (2, 4)]:
         ids = (rng.integers(3, 256, length).tolist() for length in pair)
         examples.append(infer.Request(*ids, index=len(examples)))
     weights = jax.device_get(make_params(SMALL))
