@@ -270,6 +270,8 @@ def load_recipe(name: str) -> Config:
     TASKS.update(namespace.get("TASKS", {}))
     MIXTURES.update(namespace.get("MIXTURES", {}))
     VOCABULARY = namespace.get("VOCABULARY", VOCABULARY)
+    if "CONFIG" not in namespace:
+        raise UserError(f"{name} defines no CONFIG.")
     return namespace["CONFIG"]
 
 

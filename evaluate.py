@@ -262,7 +262,8 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
     metrics = {"accuracy": percent(np.average(correct[answers], weights=weights))}
     if not num_classes or num_classes < 2:
         return metrics
-    scores, correct = scores[groups], correct[groups]  # [examples, num_classes]
+    scores = scores[groups]  # [examples, num_classes]
+    correct = correct[groups]
     if (correct.sum(axis=1) > 1).any():  # F1 needs one right class in each example.
         return metrics
     from scipy import special
@@ -313,7 +314,8 @@ def ranked_lines(choices: list, groups: list, scores: np.ndarray) -> list[dict]:
 
 def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False):
     """Score the choices of every example. Returns metrics, and a line for each."""
-    task, examples = data.find_task(name, cfg), read_pairs(name, split, cfg)
+    task = data.find_task(name, cfg)
+    examples = read_pairs(name, split, cfg)
     choices = []
     for number, example in enumerate(examples):
         choices += answer_choices(name, task, number, example)
@@ -397,7 +399,8 @@ def squad(targets, predictions):
     for answers, prediction in zip(targets, predictions, strict=True):
         if isinstance(answers, str):
             raise TypeError(f"squad needs a list of answers, not the text {answers!r}")
-        words, answers = words_of(prediction), list(map(words_of, answers))
+        words = words_of(prediction)
+        answers = list(map(words_of, answers))
         exact.append(words in answers)
         f1s.append(max(word_f1(answer, words) for answer in answers))
     return {"em": percent(exact), "f1": percent(f1s)}

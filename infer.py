@@ -240,7 +240,8 @@ class BeamState(NamedTuple):
 
 def start_beams(B: int, N: int, T: int) -> BeamState:
     """Begin with equal, empty beams. Only the first one counts in the first step."""
-    zeros, lowest = jnp.zeros((B, N, T), jnp.int32), jnp.full((B, N), NEG_INF)
+    zeros = jnp.zeros((B, N, T), jnp.int32)
+    lowest = jnp.full((B, N), NEG_INF)
     scores = lowest.at[:, 0].set(0.0)
     done = jnp.zeros((B, 1), bool)
     return BeamState(zeros, scores, zeros, lowest, ancestors=zeros, done=done)

@@ -1652,7 +1652,8 @@ def test_a_batch_is_split_by_rows():
 def test_sizes_that_a_mesh_cannot_split_are_refused(changes, number):
     """By set_mesh, or by JAX."""
     cfg = change(**changes)
-    with pytest.raises((UserError, ValueError), match=rf"\b{number}\b"):
+    error = UserError if number == "8" else ValueError
+    with pytest.raises(error, match=rf"\b{number}\b"):
         train.lower_step(cfg, partition.set_mesh(cfg))
 
 
@@ -2613,8 +2614,12 @@ def test_a_text_becomes_a_value_and_the_values_become_metrics():
     metrics, lines = evaluate.compute_metrics(label, rows, ["yes", "no"], ["yes", "No"])
     assert [(x["target"], x["prediction"]) for x in lines] == [(1, 1), (0, -1)]
     assert metrics == {"accuracy": 50.0}  # by default
-    for wrong, named in ((half, half), "half"), (("f2",), "f2"), ((max,), "dict"):
-        with pytest.raises((UserError, KeyError), match=named):
+    for wrong, error, named in (
+        ((half, half), UserError, "half"),
+        (("f2",), KeyError, "f2"),
+        ((max,), UserError, "dict"),
+    ):
+        with pytest.raises(error, match=named):
             evaluate.compute_metrics(task._replace(metrics=wrong), rows, *texts)
 
 
@@ -3835,7 +3840,7 @@ WRONG = [
     ("train --data.vocab none.model", "none.model"),
     ("train --init_from hf", "convert.py"),  # a folder of Hugging Face
     ("train --config tiny --run_dir hf", "convert.py"),
-    ("train --config empty.py", "CONFIG"),
+    ("train --config empty.py", "empty.py.*CONFIG"),
     ("data --run_dir nothing", "nothing"),
     ("data --run_dir RUN --config tiny", "--config"),
     ("evaluate --run_dir RUN --tasks nothing", "nothing"),

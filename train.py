@@ -540,7 +540,8 @@ def find_start(
 
 
 def print_setup(cfg: Config, mesh: Mesh) -> None:
-    arch, kind = model.resolve_auto(cfg.model), mesh.devices.flat[0].device_kind
+    arch = model.resolve_auto(cfg.model)
+    kind = mesh.devices.flat[0].device_kind
     print(f"model    {model.describe_model(cfg)}")
     print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
     print(
