@@ -61,7 +61,8 @@ class ModelConfig:
     # rematerialization: what the backward pass computes again. none: nothing; full: all
     # but attention kernels; dots: all but attention kernels and products with weights
     remat: Literal["dots", "none", "full"] = "dots"
-    # xla is the code of model.py; auto is a kernel of extras/ if it supports the device
+    # xla: the code of model.py; kernel: one of extras/, or xla if none fits the device,
+    # the dtype or the shapes; auto: xla on a CPU, else kernel
     attention_impl: Literal["auto", "xla", "kernel"] = "auto"
     # auto is extras/chunked_loss.py on a TPU and for large vocabularies, else full
     loss_impl: Literal["auto", "full", "chunked"] = "auto"
@@ -74,7 +75,8 @@ class DataConfig:
     source: str = ""  # text instead of the task's own, such as 'jsonl:data/{split}*.gz'
     task: str = "span_corruption"  # task or mixture; see `python data.py --list`
     eval_tasks: str = ""  # tasks to evaluate, with commas; empty means the training task
-    vocab: str = "train:32000"  # FILE.model, FILE.json, bytes, or train:N for N pieces
+    # FILE.model, FILE.json, bytes, train:N for N pieces, or numbers (for random ids)
+    vocab: str = "train:32000"
     extra_ids: int = 100  # sentinels <extra_id_0>, ... added to the vocabulary
     inputs_length: int = 512  # input tokens in a row, with EOS; longer inputs are cut
     targets_length: int = 114  # target tokens in a row
@@ -88,8 +90,8 @@ class DataConfig:
 class TrainConfig:
     """Training, evaluation and checkpoints. For settings ..._every, 0 means never."""
 
-    steps: int = 10_000  # last step
-    start_step: int = 0  # where a new run starts to count, as at 1000000 after T5's steps
+    steps: int = 10_000  # the step at which training ends, --train.start_step included
+    start_step: int = 0  # steps that --init_from counts as: 1000000 for published T5
     # what --init_from loads: the weights, or also the optimizer's state and the step
     restore: Literal["params", "all"] = "params"
     batch_size: int = 128  # rows in a batch, over all devices
@@ -111,7 +113,7 @@ class TrainConfig:
     log_every: int = 10  # steps between lines of metrics
     eval_every: int = 1000  # steps between computations of the held-out loss
     eval_batches: int = 20  # held-out batches for losses and metrics; 0 means all
-    infer_every: int = 0  # steps between evaluations of generated text
+    predict_every: int = 0  # steps between evaluations of generated text
     save_every: int = 1000  # steps between checkpoints
     keep: int = 3  # newest checkpoints to keep; 0 means all
     seed: int = 0  # of weights, order of examples, removed spans, dropout and sampling
@@ -205,7 +207,7 @@ C4_TRAIN = TrainConfig(steps=100_000, batch_size=256, eval_every=2000)
 # As in t5x/configs/runs/finetune.gin, but with steps that are counted from 0.
 FINETUNE = TrainConfig(
     steps=20_000, learning_rate=1e-3, schedule="constant",
-    infer_every=1000, eval_batches=0, save_every=5000, keep=0)
+    predict_every=1000, eval_batches=0, save_every=5000, keep=0)
 
 RECIPES = {
     # A first try on the documentation of Python: nothing is downloaded.
@@ -214,7 +216,7 @@ RECIPES = {
     "tiny_finetune": Config(
         TINY, replace(TINY_DATA, task="by_rule", inputs_length=64, targets_length=64),
         replace(TINY_TRAIN, steps=700, batch_size=32, learning_rate=0.02, weight_decay=0,
-                eval_every=350, infer_every=700, eval_batches=0)),
+                eval_every=350, predict_every=700, eval_batches=0)),
     # Measure the speed of T5 small on random tokens.
     "small_bench": Config(
         replace(SIZES["small"], dtype="float32"),
@@ -248,7 +250,7 @@ VOCABULARY = None  # a tokenizer that replaces --data.vocab
 
 
 def load_extras() -> None:
-    """Import the files that add to RECIPES and to these tables, for T5 and T0."""
+    """Import the files that add to RECIPES and to these tables."""
     if HAS_EXTRAS:
         from extras import t5_tasks, toys  # noqa: F401
 
@@ -306,7 +308,7 @@ class Options:
 
 def location_flags(argv: list[str] | None) -> argparse.Namespace:
     """Return --config, --run_dir and --init_from, which name the defaults for tyro."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False)
     for flag in ("config", "run_dir", "init_from"):
         parser.add_argument(f"--{flag}", f"--{flag.replace('_', '-')}", default="")
     return parser.parse_known_args(argv)[0]
@@ -346,7 +348,7 @@ def parse_flags(options: Options, argv: list[str] | None) -> Options:
 # other change would be another experiment.
 CHANGEABLE = (
     "decode mesh model.attention_impl model.loss_impl model.remat train.steps "
-    "train.microbatches train.log_every train.eval_every train.infer_every "
+    "train.microbatches train.log_every train.eval_every train.predict_every "
     "train.eval_batches train.save_every train.keep data.tfds_dir"
 ).split()
 
@@ -394,7 +396,10 @@ def load_run(source: str) -> tuple[Config, dict]:
     path = run_dir_of(source) / "config.json"
     stored = json.loads(path.read_text()) if path.exists() else {}
     if "settings" not in stored:
-        raise UserError(f"{source} is not a run. convert.py makes one of other formats.")
+        raise UserError(
+            f"{source} is not a run. train.py starts one with --config NAME, and "
+            f"convert.py makes one of other formats."
+        )
     sections = {}
     for name, values in stored["settings"].items():
         Section = type(getattr(Config(), name))  # such as ModelConfig
@@ -443,7 +448,7 @@ def to_path(name):
 
 
 def write_file(path, content: bytes | str) -> None:
-    """Write a file completely or not at all, whenever the process is killed."""
+    """Write a file atomically: a kill leaves the old file or the complete new one."""
     content = content.encode() if isinstance(content, str) else content
     path.parent.mkdir(parents=True, exist_ok=True)
     if is_remote(path):
@@ -458,6 +463,8 @@ def write_file(path, content: bytes | str) -> None:
 
 
 def main() -> None:
+    if sys.argv[1:] in (["-h"], ["--help"]):
+        sys.exit(__doc__)
     if sys.argv[1:]:  # --help prints the settings of this recipe, and exits.
         parse_flags(Options(load_recipe(sys.argv[1])), ["--help"])
     load_extras()

@@ -120,8 +120,8 @@ def all_foreign_names(arch: ModelConfig) -> Iterator[tuple]:
 # ---- from T5X to plain T5 --------------------------------------------------------------
 
 
-class Run(NamedTuple):
-    """A run in memory: a model of any format in the form of plain T5."""
+class LoadedModel(NamedTuple):
+    """A model that was read from any format, with plain T5's names of arrays."""
 
     cfg: Config
     arrays: dict[str, np.ndarray]  # "step", "params/...", and perhaps "opt_state/..."
@@ -298,13 +298,13 @@ def keep_one_embedding(arrays: dict, folder: Path) -> None:
 
 
 def set_output_layer(arrays: dict, config: dict, folder: Path) -> None:
-    """Remove lm_head.weight if the model is tied, and else give it the right scale.
+    """Remove lm_head.weight if the model is tied, and else give it plain T5's scale.
 
-    Plain T5 and T5X multiply the logits of a tied model (T5 1.0) by d_model^-0.5, but not
-    of an untied model (T5 1.1, FLAN-T5, mT5, UMT5). If transformers scales an untied
-    model, lm_head.weight gets the factor. In transformers 4, tie_word_embeddings means
-    that the model is tied. In version 5, which counts here, it means only the scale (mT5
-    never scales), unless scale_decoder_outputs says otherwise.
+    Plain T5 and T5X multiply the logits of tied models (T5 1.0) by d_model^-0.5, and of
+    no others. transformers 4 does so if tie_word_embeddings is true. transformers 5,
+    which counts here, does so if scale_decoder_outputs is true, or without this field if
+    tie_word_embeddings is, but never for mT5; its models are tied if the matrices are
+    equal. If it scales an untied model, lm_head.weight gets the factor.
     """
     embed, has_head = arrays["shared.weight"], "lm_head.weight" in arrays
     head = arrays.pop("lm_head.weight", embed)
@@ -454,7 +454,7 @@ def is_run(source: Path) -> bool:
     return has_settings or (source / "complete").exists()
 
 
-def read_run(source: Path, step: str) -> Run:
+def read_run(source: Path, step: str) -> LoadedModel:
     """Read all arrays of a checkpoint."""
     cfg, _ = configs.load_run(source)
     run_dir = configs.run_dir_of(source)
@@ -469,10 +469,10 @@ def read_run(source: Path, step: str) -> Run:
     files = [run_dir / name for name in ("spiece.model", "tokenizer.json")]
     has_vocabulary = cfg.data.vocab == "bytes" or any(file.exists() for file in files)
     tokenizer = data.load_tokenizer(cfg, run_dir) if has_vocabulary else None
-    return Run(cfg, arrays, tokenizer)
+    return LoadedModel(cfg, arrays, tokenizer)
 
 
-def read_model(source: Path, step: str = "latest") -> Run:
+def read_model(source: Path, step: str = "latest") -> LoadedModel:
     """Read a model in any format."""
     if is_run(source):
         return read_run(source, step)
@@ -499,10 +499,10 @@ def read_model(source: Path, step: str = "latest") -> Run:
     tokenizer = data.load_tokenizer(cfg) if vocab else None
     name = Path(data_cfg.vocab).name  # The run keeps a copy of the file.
     cfg = replace(cfg, data=replace(data_cfg, vocab=name))
-    return Run(cfg, arrays, tokenizer)
+    return LoadedModel(cfg, arrays, tokenizer)
 
 
-def write_run(run: Run, folder: Path) -> None:
+def write_run(run: LoadedModel, folder: Path) -> None:
     metadata = {}
     if run.tokenizer:
         run.tokenizer.save(folder)
@@ -512,7 +512,7 @@ def write_run(run: Run, folder: Path) -> None:
     configs.save_run(run.cfg, folder, **metadata)
 
 
-def write_hf(run: Run, folder: Path, dtype: np.dtype) -> None:
+def write_hf(run: LoadedModel, folder: Path, dtype: np.dtype) -> None:
     """Write a folder for the library transformers.
 
     Its versions 4 and 5 agree on the logits, because tie_word_embeddings is stated, and
@@ -551,7 +551,7 @@ def write_json(path: Path, content: dict) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def check_written(run: Run, written: Run, dtype: np.dtype) -> None:
+def check_written(run: LoadedModel, written: LoadedModel, dtype: np.dtype) -> None:
     """Stop if written arrays differ, or if another network is read."""
     wanted = configs.with_network_of(written.cfg, run.cfg)
     configs.refuse_differences(wanted, written.cfg, ["data"], "The written model")

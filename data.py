@@ -2,9 +2,9 @@
 
     records -> documents -> token ids -> examples (inputs, targets) -> rows -> batches
 
-A record is a dict from a file. A task makes documents of it, which are texts or pairs of
-texts. Span corruption joins the documents of a window of 8 million characters (which the
-tasks of a mixture share), and cuts them into chunks (t5 joins 128 documents). A chunk
+A record is a dict from a file. A task turns it into documents: dicts with "text", or with
+"inputs" and "targets" (pairs). Span corruption joins the texts of a window of 8 million
+characters (less in a mixture; t5 joins 128 texts), and cuts them into chunks. A chunk
 becomes an example; a pair is one already. A row holds one example or several packed ones.
 
     python data.py --show 3                                     print rows of a batch
@@ -88,7 +88,7 @@ def random_order(count: int, *seeds: int) -> np.ndarray:
     return np.argsort(random_bits(count, *seeds), kind="stable")
 
 
-def random_segmentation(total: int, parts: int, rows: int, *seeds: int) -> np.ndarray:
+def random_segmentation(total: int, parts: int, rows: int, seeds: tuple) -> np.ndarray:
     """Write `total` as a sum of `parts` positive integers, in random ways [rows, parts].
 
     5 = 1 + 1 + 1 + 1 + 1 becomes 1 + 2 + 2 by a cut at the first and the third plus. The
@@ -116,8 +116,8 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     """
     rows, length = tokens.shape
     noise, spans = noise_counts(length, data_cfg)
-    kept = random_segmentation(length - noise, spans, rows, *seeds, length, 0)
-    removed = random_segmentation(noise, spans, rows, *seeds, length, 1)
+    kept = random_segmentation(length - noise, spans, rows, (*seeds, length, 0))
+    removed = random_segmentation(noise, spans, rows, (*seeds, length, 1))
     lengths = np.stack([kept, removed], axis=2)  # [rows, spans, 2]: in turn
     is_noise = np.broadcast_to([False, True], lengths.shape)
     noise_mask = np.repeat(is_noise.ravel(), lengths.ravel()).reshape(rows, length)
@@ -302,10 +302,10 @@ class Task(NamedTuple):
     """A source, how its records become examples, and how these are scored."""
 
     source: str = ""
-    preprocess: Callable = lambda record: [record]  # makes documents of a record
+    preprocess: Callable = lambda record: [record]  # returns a list of documents
     metrics: tuple = ()  # names in evaluate.METRICS, or functions (targets, predictions)
     choices: tuple = ()  # the words for the classes 0, 1, ...
-    postprocess: str | Callable = ""  # "label" or "answers", or a function
+    postprocess: str | Callable = ""  # "label", "answers" or f(text, example, is_target)
     splits: tuple = ("train", "validation", "test")
     objective: Objective | None = None  # None: the documents are pairs already
     eos_in_inputs: bool = True  # False in T0, as `trim_and_add_eos` says
@@ -314,7 +314,7 @@ class Task(NamedTuple):
 def read_documents(files: "list[File]", task: Task, start=(0, 0)) -> Iterator:
     """Yield (documents, (file, number), characters) of each record after `start`."""
     for f, file in enumerate(files[start[0] :], start[0]):
-        number, record = 1, {}  # its number in the file; its fields, for a message
+        number, record = 1, {}
         try:
             for record in file.read():
                 if (f, number) > start:
@@ -390,10 +390,10 @@ def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.nda
 
 
 def pack(lengths: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
-    """Return a row for each example, whose lengths [N, 2] are inputs and targets.
+    """Return the row of each example [N] by bin packing. lengths [N, 2]: inputs, targets.
 
-    From the longest example to the shortest, each goes to the row with space in which the
-    free fractions of inputs and targets are then most similar, or to a new row.
+    From the longest example to the shortest, each goes to the row with space whose free
+    fractions of inputs and targets are then most similar, or to a new row.
     """
     share = lengths / limits
     num_rows = int(np.ceil(share.sum(axis=0)).max())  # fewer cannot hold all tokens
@@ -514,10 +514,10 @@ def examples_of(name, task, tokenizer, cfg, windows, cursor: Cursor) -> Iterator
 
 def print_statistics(packed: Batch, lengths: np.ndarray, limits: tuple[int, int]) -> None:
     """Print what the first packed rows tell of lengths and vocabulary."""
-    cut = (lengths >= limits).any(axis=1).mean()
+    at_limit = (lengths >= limits).any(axis=1).mean()
     inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
     unknown = (packed.inputs == UNK).sum() / lengths[:, 0].sum()
-    print(f"data     {cut:.1%} of examples fill a row (span corruption: most) or are cut")
+    print(f"data     {at_limit:.1%} of examples reach a limit (chunks; pairs may be cut)")
     print(f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full")
     print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
 
@@ -813,7 +813,7 @@ def open_task(name: str, split: str, cfg: Config) -> tuple[Task, list[File]]:
         return task, files
     if split not in ("train", "validation"):
         return task, []
-    configs.print_once(f"data     5 % of the first 20,000 are held out: {task.source}")
+    configs.print_once(f"data     held out: 5 % of the first 20,000 of {task.source}")
     readers = [partial(split_records, file, i, split) for i, file in enumerate(files)]
     return task, [file._replace(read=r) for file, r in zip(files, readers)]
 
@@ -862,7 +862,7 @@ def train_vocabulary(cfg: Config, size: int) -> bytes:
     return output.getvalue()
 
 
-configs.load_extras()  # adds the tasks and mixtures of T5 and T0
+configs.load_extras()  # adds tasks and mixtures; at the end, as it imports this file
 
 # ---- the command -----------------------------------------------------------------------
 

@@ -160,21 +160,21 @@ def compute_metrics(task: data.Task, examples, targets, outputs) -> tuple[dict, 
 
 
 def read_targets(name: str, split: str, cfg: Config, tokenizer, limit: int | None):
-    """Return (examples, pairs of token ids, target texts) of a split."""
-    examples = read_pairs(name, split, cfg, limit)
-    pairs = data.encode_pairs(examples, data.find_task(name, cfg), tokenizer, cfg)
-    targets = [example["targets"] for example in examples]
+    """Return (pairs of texts, examples, target texts) of a split."""
+    pairs = read_pairs(name, split, cfg, limit)
+    examples = data.encode_pairs(pairs, data.find_task(name, cfg), tokenizer, cfg)
+    targets = [pair["targets"] for pair in pairs]
     targets = [x if isinstance(x, str) else tokenizer.decode(x) for x in targets]
-    return examples, pairs, targets
+    return pairs, examples, targets
 
 
 def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
     """Warn if 100 perfect answers, encoded and decoded, do not get the best metrics."""
     task = data.find_task(name, cfg)
-    examples, pairs, targets = read_targets(name, split, cfg, tokenizer, 100)
-    written = [tokenizer.decode(ids) for _, ids in pairs]
-    best, _ = compute_metrics(task, examples, targets, targets)
-    possible, _ = compute_metrics(task, examples, targets, written)
+    pairs, examples, targets = read_targets(name, split, cfg, tokenizer, 100)
+    written = [tokenizer.decode(ids) for _, ids in examples]
+    best, _ = compute_metrics(task, pairs, targets, targets)
+    possible, _ = compute_metrics(task, pairs, targets, written)
     if 0 in best.values():  # such as BLEU, if no answer has four words
         configs.print_once(f"{name}: even answers that equal their targets get {best}.")
     if str(possible) != str(best):  # As texts, NaN equals NaN.
@@ -187,11 +187,11 @@ def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
 def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
     """Generate a text for each example. Returns metrics, and a line for each example."""
     check_metrics(name, split, cfg, tokenizer)
-    examples, pairs, targets = read_targets(name, split, cfg, tokenizer, limit)
-    numbered = (infer.Request(*pair, number) for number, pair in enumerate(pairs))
+    pairs, examples, targets = read_targets(name, split, cfg, tokenizer, limit)
+    numbered = (infer.Request(*ids, number) for number, ids in enumerate(examples))
     results = infer.process_examples(params, cfg, numbered)
     outputs = [tokenizer.decode(best_first[0]) for best_first, _ in results]
-    return compute_metrics(data.find_task(name, cfg), examples, targets, outputs)
+    return compute_metrics(data.find_task(name, cfg), pairs, targets, outputs)
 
 
 # ---- rank classification ---------------------------------------------------------------
@@ -242,13 +242,13 @@ def group_choices(indices: list[tuple[int, int]]) -> list[list[int]]:
 
 
 def rank_classification(targets, scores, num_classes=None, normalize=False) -> dict:
-    """Return how often the choice with the highest score is right, and F1, in percent.
+    """Return the percentage of examples whose most probable choice is right, and F1.
 
-    As in t5/evaluation/metrics.py, the targets are (idx, is_correct, weight, length in
-    tokens) of each choice in any order, with idx = (number of the example, number of the
-    choice). If all examples have the same choices, their number is num_classes. They are
-    then classes, which have an F1, and if there are two, areas under curves. `normalize`
-    divides each score by the length.
+    targets: (idx, is_correct, weight, length in tokens) of each choice in any order, with
+    idx = (number of the example, number of the choice), as in t5/evaluation/metrics.py.
+    num_classes: the number of choices if all examples share them, else None. Shared
+    choices are classes: they also get F1, and two classes the areas under the ROC and the
+    precision-recall curve. `normalize` divides each score by the length.
     """
     indices, *columns = zip(*targets)
     correct, weights, lengths = map(np.array, columns)
@@ -483,7 +483,7 @@ def save_metrics(
     folder, step: int, name: str, mode: str, metrics: dict, lines: list
 ) -> None:
     """Append the metrics to FOLDER/metrics.jsonl, and write the outputs beside it."""
-    kind = "training_eval" if mode == "loss" else "inference_eval"
+    kind = "loss_eval" if mode == "loss" else "predict_eval"
     line = {f"{kind}/{name}/{metric}": value for metric, value in metrics.items()}
     path, content = folder / "metrics.jsonl", infer.to_json({"step": step, **line})
     old = path.read_bytes() if path.exists() else b""

@@ -1,16 +1,17 @@
 """Generate text with a trained T5, score given targets, or compute vectors of texts.
 
     python infer.py --run_dir RUN "Return the <extra_id_0> of the list."
-    python infer.py --run_dir RUN < texts                  one output line per input line
+    python infer.py --run_dir RUN < texts           a line for each output of each line
     python infer.py --run_dir RUN --input IN.jsonl --output OUT.jsonl
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
-Each line of IN.jsonl is an object with "inputs" and, for --mode score, "targets". Both
-are a text, which gets EOS and is cut to --data.inputs_length or targets_length, or a list
-of token ids, which is used as it is (0 is padding). OUT.jsonl has the same lines in the
-same order, with a new field "prediction", "score" (the log-probability of the targets) or
-"embedding" (the mean output of the encoder). Up to rounding, a result depends only on its
-line, and random samples also on its number.
+Each line of IN.jsonl is an object with "inputs" and, for --mode score, "targets". Each of
+these is a text, which gets EOS and is cut to --data.inputs_length or targets_length, or a
+list of token ids, which is used as it is (0 is padding). OUT.jsonl has the same lines in
+the same order, with a new field: "prediction" (several outputs or write_scores also add
+"predictions" and "scores"), "score" (the log-probability of the targets) or "embedding"
+(the mean output of the encoder). Up to rounding, other lines do not change a result.
+Random samples also depend on the number of the line.
 
 Letters of shapes: B examples, N outputs of an example (beams or samples), S input length,
 T maximum number of generated ids, H heads, C channels of a head, K keys, V vocabulary.
@@ -129,7 +130,7 @@ def decode_step(
         bias = lax.dynamic_slice_in_dim(bias, t, 1, axis=1)
         bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
 
-        def attend(q, k, v):  # called at once, with the newest keys and values
+        def attend(q, k, v):  # called by decoder_layer below; writes k and v to the cache
             keys, values = cache[i]
             keys = write(keys, k, t * N, axis=2)
             values = write(values, v, t * N, axis=2)
@@ -150,6 +151,7 @@ class OutputState(NamedTuple):
     ids: Array  # [B, N, T], 0 after EOS
     scores: Array  # [B, N]
     done: Array  # [B, N], whether the output has ended with EOS
+    ancestors: None = None  # only beams have them
 
 
 def start_outputs(B: int, N: int, T: int) -> OutputState:
@@ -340,11 +342,10 @@ def generate(
 
     def decode_position(carry):
         t, state, cache = carry
-        # At t = 0, this is the last position, still PAD, which is T5's start token.
+        # At t = 0, the index is -1: the last position still has PAD, T5's start token.
         ids = state.ids[:, :, t - 1]
-        ancestors = getattr(state, "ancestors", None)  # only in a BeamState
         logits, cache = decode_step(
-            params, arch, ids, t, cache, layers, input_segments, ancestors
+            params, arch, ids, t, cache, layers, input_segments, state.ancestors
         )
         # Each device chooses ids for its own rows, from the whole vocabulary.
         logits = constrain(logits, "batch")
@@ -576,7 +577,7 @@ def to_json(line: dict) -> bytes:
 
 
 def job_digest(options: "Options", step: int, tokenizer) -> str:
-    """Return a checksum of everything that a result depends on, besides its own line."""
+    """Return a checksum of what a result depends on, besides its line and the code."""
     folder = partition.Checkpoints(options.run_dir).path(step)
     headers = partition.read_headers(folder)  # with a checksum of each array
     decode = replace(options.cfg.decode, batch_size=0)

@@ -19,10 +19,9 @@ Comments and einsums use these letters for the shapes:
 attention or MLP, `attend` a function (q, k, v), and `rng` a random key for dropout, or
 None without dropout.
 
-To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w,
-repeat_rows(bias, rows) as the bias, and apply_layers(layer, x, ...) as
-`for w in layers: x = layer(w, x, rng)`. @on_each_device changes no result, and
-resolve_auto replaces "auto".
+To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w, and
+apply_layers(layer, x, ...) as `for w in layers: x = layer(w, x, rng)`.
+@attend_on_each_device changes no result, and resolve_auto replaces "auto".
 
     >>> from configs import RECIPES
     >>> count_params(param_table(RECIPES["small_c4"].model))
@@ -246,7 +245,7 @@ def dot_product_attention(
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
-        scores += repeat_rows(bias, len(q))
+        scores += bias  # the same for all rows
     # Not -inf: where all keys are masked, which is padding, a softmax would be NaN.
     probs = jax.nn.softmax(jnp.where(mask, scores, -1e10), axis=-1)
     return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
@@ -261,7 +260,7 @@ def make_attend(
     """
 
     # mask and relative_bias are arguments, too: each device gets its part of them.
-    @on_each_device
+    @attend_on_each_device
     def compute(q, k, v, mask, relative_bias):
         bias = None
         if relative_bias is not None:
@@ -532,20 +531,13 @@ def resolve_auto(arch: ModelConfig) -> ModelConfig:
 def dense(x: Array, w: Array) -> Array:
     """Multiply activations [B, Q, inputs] by a weight matrix [inputs, outputs]."""
     if partition.platform() == "cpu":
-        # With batch and length in one axis, the gradient of w is a plain matmul. Without
-        # it, a step of `tiny` takes 1.3 times as long. A TPU would copy the activations.
+        # XLA's CPU code is slow for the gradient of w if x has three axes: with two, a
+        # step of `tiny` is 1.3 times as fast. A TPU would copy x.
         return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
     return x @ w
 
 
-def repeat_rows(bias: Array, rows: int) -> Array:
-    """Repeat a bias [H, Q, K] for all rows."""
-    if partition.platform() == "cpu":  # Its gradient is faster: 5 % of a step of small.
-        return jnp.einsum("b,hqk->bhqk", jnp.ones(rows), bias)
-    return jnp.broadcast_to(bias, (rows, *bias.shape))
-
-
-def on_each_device(compute: Callable) -> Callable:
+def attend_on_each_device(compute: Callable) -> Callable:
     """Let each device attend for its own rows and heads, without communication."""
     if get_abstract_mesh().empty:
         return compute

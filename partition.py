@@ -153,7 +153,7 @@ def open_locked(path: Path | str, mode: str):
 
 
 def lock(run_dir: Path):
-    """Keep a second command from training in the same folder."""
+    """Keep a second command from training in the same local folder (not in a bucket)."""
     if configs.is_remote(run_dir) or not is_main_process():
         return contextlib.nullcontext()
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -331,7 +331,7 @@ class Checkpoints:
             self.remove_old()
 
     def remove_old(self) -> None:
-        """Remove interrupted saves, and all checkpoints but the newest."""
+        """Remove interrupted saves, and all checkpoints but the `keep` newest."""
         newest = self.steps()[-self.keep :]  # With --train.keep 0, [-0:] are all.
         for step in {*self.all_steps()} - {*newest}:
             path = self.path(step)

@@ -348,17 +348,24 @@ def test_lesson_data_the_longest_examples_are_packed_first():
 
 
 def pack_slowly(sizes, limits):
-    """Look at all open rows for each example, with lists."""
-    shares = lambda counts: [n / limit for n, limit in zip(counts, limits)]
-    difference = lambda left: round(abs(np.subtract(*shares(left))), 9)
-    free = [limits] * math.ceil(max(shares(map(sum, zip(*sizes)))))
-    row = [None] * len(sizes)
-    for i in sorted(range(len(sizes)), key=lambda i: -sum(shares(sizes[i]))):
-        left = [np.subtract(space, sizes[i]).tolist() for space in (*free, limits)]
-        fits = [k for k in range(len(free)) if min(left[k]) >= 0] or [len(free)]
-        row[i] = min(fits, key=lambda k: difference(left[k]))
-        free[row[i] : row[i] + 1] = [left[row[i]]]  # replaced, or a new row
-    return row
+    """Look at every open row for each example."""
+    shares = [inputs / limits[0] + targets / limits[1] for inputs, targets in sizes]
+    totals = [sum(side) for side in zip(*sizes)]
+    free = [limits] * max(math.ceil(n / limit) for n, limit in zip(totals, limits))
+    row_of = [None] * len(sizes)
+    for i in sorted(range(len(sizes)), key=lambda i: -shares[i]):
+        best, smallest = None, math.inf
+        for row, (inputs, targets) in enumerate(free):
+            left = inputs - sizes[i][0], targets - sizes[i][1]
+            difference = round(abs(left[0] / limits[0] - left[1] / limits[1]), 9)
+            if min(left) >= 0 and difference < smallest:
+                best, smallest = row, difference
+        if best is None:
+            best = len(free)
+            free.append(limits)
+        free[best] = free[best][0] - sizes[i][0], free[best][1] - sizes[i][1]
+        row_of[i] = best
+    return row_of
 
 
 @pytest.mark.parametrize("limits", [(32, 16), (64, 64), (8, 128)])
@@ -497,7 +504,7 @@ def quiet(monkeypatch):
 
 def small_run(**changes):
     """Return the settings of six steps on random tokens, a task without metrics."""
-    periods = dict(log_every=1, save_every=3, eval_every=3, infer_every=3)
+    periods = dict(log_every=1, save_every=3, eval_every=3, predict_every=3)
     defaults = periods | dict(steps=6, eval_batches=1)
     return change(model=dict(dropout=0.1), train=defaults | changes)
 
@@ -534,6 +541,7 @@ def test_lesson_train_a_resumed_run_equals_an_uninterrupted_run(tmp_path, quiet)
     assert shard_bytes(straight) == shard_bytes(resumed)
     assert metric_lines(straight) == metric_lines(resumed)
     steps = [json.loads(line)["step"] for line in metric_lines(straight)]
+    # six lines of training, and a line of evaluation after the steps 3 and 6
     assert steps == [1, 2, 3, 3, 4, 5, 6, 6]
 
 
@@ -706,7 +714,7 @@ def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
 def test_lesson_convert_a_tied_model_scales_its_logits():
     """T5 1.0 multiplies the output of the decoder by d_model^-0.5, T5 1.1 does not.
 
-    If Hugging Face has another mixture, the factor becomes a part of the output layer.
+    If Hugging Face scales an untied model, its output matrix gets the factor.
     """
     embed, head = np.ones((7, 4), np.float32), np.full((7, 4), 8, np.float32)
 
@@ -851,7 +859,7 @@ def write_model(folder, m, state, kind="safetensors", **more):
 
 
 def params_of(weights):
-    """Return the parameters of a convert.Run, or of a folder, as a nested dict."""
+    """Return the parameters of a convert.LoadedModel, or of a folder, as a nested dict."""
     weights = convert.read_model(weights) if isinstance(weights, Path) else weights
     return unflatten(weights.arrays)
 
@@ -1007,7 +1015,8 @@ def test_other_commands_take_the_settings_from_the_run(tmp_path, tables):
      ("--init_from runs/other", "init_from")],
 )  # fmt: skip
 def test_a_run_is_resumed_with_the_same_settings_only(flags, refused, tmp_path):
-    assert train.parse(["--run_dir", f"{tmp_path}/new"]).cfg == configs.RECIPES["tiny"]
+    with pytest.raises(UserError, match="new is not a run"):
+        train.parse(["--run_dir", f"{tmp_path}/new"])
     configs.save_run(configs.RECIPES["tiny"], tmp_path)
     argv = ["--run_dir", str(tmp_path), *flags.split()]
     if "init_from" not in flags:
@@ -1080,7 +1089,7 @@ def test_counts_are_rounded_in_float32_and_half_to_even_as_in_t5():
 
 
 def test_all_segmentations_are_equally_likely():
-    rows = data.random_segmentation(7, 4, 40_000, 3)
+    rows = data.random_segmentation(7, 4, 40_000, (3,))
     ways = [w for w in itertools.product(range(1, 5), repeat=4) if sum(w) == 7]
     found, counts = np.unique(rows, axis=0, return_counts=True)
     assert found.tolist() == sorted(map(list, ways)) and len(ways) == 20
@@ -1107,7 +1116,7 @@ def test_texts_of_all_lengths_fit_into_a_row(density, mean):
     ],
 )
 def test_span_corruption_that_cannot_work_is_refused(changes, message):
-    """T5 itself would use word pieces as the sentinel 101, without a word."""
+    """T5 itself would silently use word pieces as the sentinel 101."""
     cfg, task = change(BYTES, data=changes), data.TASKS["span_corruption"]
     documents = data.cut_into_chunks([np.arange(5000) % 250 + 3], task, cfg.data)
     with pytest.raises(UserError, match=message):
@@ -1590,7 +1599,7 @@ def test_the_command_shows_rows_and_lists_tasks(mixture, byte_run):
 
 
 def test_the_shares_that_are_printed_by_hand(capsys):
-    """Of two examples in a row of 8 + 4 tokens, one is cut. Two of six inputs are unknown."""
+    """Of two examples in a row of 8 + 4, one has 4 targets. Two of six inputs are unknown."""
     pairs = [([2, 5, 1], [5, 6, 7, 1]), ([5, 2, 1], [])]
     packed = data.fill_rows([pairs], (8, 4))
     sizes = np.array([[len(side) for side in pair] for pair in pairs])
@@ -2749,16 +2758,16 @@ def test_the_command_evaluates_the_tasks_of_another_recipe_file(byte_run, tmp_pa
     (tmp_path / "other/metrics.jsonl").write_text('{"step": 1, "tra')
     command(script, *flags, *more, cwd=tmp_path)
     (line,) = map(json.loads, (run / "eval/metrics.jsonl").read_text().splitlines())
-    group = "inference_eval/own"
+    group = "predict_eval/own"
     assert line.keys() == {"step", f"{group}/length", f"{group}/accuracy"}
-    assert line["step"] == 2 and line["inference_eval/own/length"] == 7
+    assert line["step"] == 2 and line["predict_eval/own/length"] == 7
     lines = (run / "eval/own-00000002.jsonl").read_text().splitlines()
     assert [json.loads(x)["inputs"] for x in lines] == [row["inputs"] for row in rows]
     names, row = (x.split(",") for x in (tmp_path / "table.csv").read_text().splitlines())
-    assert dict(zip(names, row))["inference_eval/own/length"] == "7.0" and row[0] == "2"
+    assert dict(zip(names, row))["predict_eval/own/length"] == "7.0" and row[0] == "2"
     assert (tmp_path / "curves.png").stat().st_size > 1000
     (loss,) = evaluate.read_metrics([tmp_path / "other"]).values()
-    assert loss["training_eval/own/loss"] > 0
+    assert loss["loss_eval/own/loss"] > 0
 
 
 def test_tasks_without_held_out_examples_are_left_out(byte_run, here):
@@ -3085,13 +3094,13 @@ def test_a_resumed_run_repeats_its_later_lines_and_events(tmp_path, monkeypatch)
     log = train.Log(tmp_path, 0)
     log.write(1, "train", {"loss": np.float32(3)})
     log.write(2, "train", {"loss": np.float32(2)})
-    train.Log(tmp_path, 1).write(2, "training_eval/qa", {"loss": 1.5})
-    expected = [{"step": 1, "train/loss": 3.0}, {"step": 2, "training_eval/qa/loss": 1.5}]
+    train.Log(tmp_path, 1).write(2, "loss_eval/qa", {"loss": 1.5})
+    expected = [{"step": 1, "train/loss": 3.0}, {"step": 2, "loss_eval/qa/loss": 1.5}]
     assert evaluate.read_log(tmp_path / "metrics.jsonl") == expected
     assert events == [
         ("tensorboard/train", 1, "loss", 3.0, 1),
         ("tensorboard/train", 1, "loss", 2.0, 2),
-        ("tensorboard/training_eval/qa", 2, "loss", 1.5, 2),
+        ("tensorboard/loss_eval/qa", 2, "loss", 1.5, 2),
     ]
 
 
@@ -3115,8 +3124,9 @@ def wait_for_step(run_dir, step, processes):
 
 
 SLOW_RUN = (
-    *("train.py", "--train.steps", 30, "--train.log_every", 1, "--train.save_every", 10),
-    *("--train.eval_every", 15, "--train.eval_batches", 2, "--model.dropout", 0.1),
+    *("train.py", "--config", "tiny", "--train.steps", 30, "--train.log_every", 1),
+    *("--train.save_every", 10, "--train.eval_every", 15, "--train.eval_batches", 2),
+    *("--model.dropout", 0.1),
 )
 
 
@@ -3606,7 +3616,7 @@ TOY = (
 C4 = "--data.source jsonl:{}/c4-{{split}}.*.json.gz --train.save_every 20"
 FINETUNE = (  # All jobs of fine-tuning compile the same program.
     f"{PERIODS} --data.inputs_length 64 --data.targets_length 16 --model.dropout 0 "
-    "--train.learning_rate 0.02 --train.eval_every 0 --train.infer_every 50 "
+    "--train.learning_rate 0.02 --train.eval_every 0 --train.predict_every 50 "
     "--train.save_every 50"
 )
 WORDS = "alpha beta gamma delta epsilon zeta eta theta iota kappa".split()
@@ -3659,7 +3669,7 @@ def test_job_c4_and_an_exact_restart(pretrained, here):
         assert all(0 <= x < 1 for x in values_of("run", f"timing/{name}").values())
     assert_learns("run")
     assert "unembed" in Path("run/model-info.txt").read_text()
-    for name in ("train/loss", "training_eval/c4_v220_span_corruption/loss"):
+    for name in ("train/loss", "loss_eval/c4_v220_span_corruption/loss"):
         assert values_of("run", name) == values_of(pretrained, name)
 
 
@@ -3676,7 +3686,7 @@ def test_job_translation(pretrained, here):
         "--train.eval_batches 0 --decode.beams 2"
     )
     assert_learns("wmt")
-    name = "inference_eval/wmt_t2t_ende_v003/bleu"
+    name = "predict_eval/wmt_t2t_ende_v003/bleu"
     bleu = values_of("wmt", name)
     assert max(bleu.values()) > 90
     assert partition.Checkpoints("wmt").steps() == [*bleu] and len(bleu) == 3
@@ -3734,9 +3744,9 @@ def test_job_own_tasks_mixture_metric_and_vocabulary(here):
     )
     Path("mine.py").unlink()
     assert_learns("runs/mine")
-    wrong = values_of("runs/mine", "inference_eval/next/wrong")
+    wrong = values_of("runs/mine", "predict_eval/next/wrong")
     run("evaluate --run_dir runs/mine --tasks next --output eval")
-    assert values_of("eval", "inference_eval/next/wrong") == {100: wrong[100]}
+    assert values_of("eval", "predict_eval/next/wrong") == {100: wrong[100]}
     assert "100.0000" in run("evaluate --run_dir runs/mine --tasks yes --mode rank")
     assert run("infer --run_dir runs/mine alpha") == "yes\n"
 
@@ -3839,6 +3849,7 @@ WRONG = [
     ("train --config small_t0 --train.start_step 0", "--data.source seqio"),
     ("train --data.vocab none.model", "none.model"),
     ("train --init_from hf", "convert.py"),  # a folder of Hugging Face
+    ("train --run_dir nothing", "nothing is not a run"),
     ("train --config tiny --run_dir hf", "convert.py"),
     ("train --config empty.py", "empty.py.*CONFIG"),
     ("data --run_dir nothing", "nothing"),
@@ -3851,6 +3862,8 @@ WRONG = [
     ("evaluate --run_dir RUN --tasks jsonl:pairs.jsonl --mode rank", "Example 1"),
     ("infer --run_dir RUN --input pairs.jsonl", "--output"),
     ("infer --run_dir RUN --shard 1/2 text", "--output"),
+    ("infer --run_dir RUN --input task:span_corruption --output out", "of pairs"),
+    ("infer --run_dir RUN --input task:by_rule_even:dev --output out", "split dev"),
     ("infer --run_dir RUN --input cut.jsonl --output out", "cut.jsonl:2"),
     ("infer --run_dir RUN --input texts.jsonl --output out", "inputs"),
     ("infer --run_dir RUN --input pairs.jsonl --output cut.jsonl", "cut.jsonl"),

@@ -1,8 +1,8 @@
 """Train a T5 model: learning rate, optimizer, training step and training loop.
 
 A run writes checkpoints, config.json and metrics.jsonl to its folder. To continue a run
-that was stopped or killed, run the same command again. On the same devices, the result is
-exactly that of a run that was never stopped.
+that was stopped or killed, run the same command again. On the same CPUs, the result is
+that of a run that was never stopped, bit for bit. (GPUs and TPUs have not been compared.)
 
     python train.py                      train `tiny` in a minute or two on a CPU
     python train.py --config small_c4 --data.source 'text:corpus/*.txt.gz'
@@ -87,11 +87,11 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
 # ---- optimizers ------------------------------------------------------------------------
 # Adafactor (Shazeer and Stern 2018) divides the gradient g by the root mean square of
 # past gradients, like Adam. For a matrix with at least 128 rows and columns, it does not
-# store the mean square V of each element, but only means R and C over rows and columns:
+# store the mean square v of each element, but only its means along both axes:
 #
 #     beta = 1 - (t + 1)^-0.8                          after t steps
-#     V    = beta * V + (1 - beta) * (g^2 + 1e-30)     approximated by R C^T / mean(R)
-#     u    = g / sqrt(V)
+#     v    = beta * v + (1 - beta) * (g^2 + 1e-30)     ~ v_row v_col^T / mean(v_row)
+#     u    = g / sqrt(v)
 #     u    = u / max(1, RMS(u))                        update clipping: at most the RMS 1
 #     u    = rate * max(1e-3, RMS(w)) * u              the rate is relative to the weights
 #     w    = w - u - weight_decay * w
@@ -99,13 +99,13 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
 # optax.adafactor would take one RMS of all layers, since they are stacked in one array.
 
 
-def relative_update(path: tuple, u: Array, w: Array) -> Array:
-    """Return max(1e-3, RMS(w)) * u / max(1, RMS(u)).
+def clip_and_scale(path: tuple, u: Array, w: Array) -> Array:
+    """Clip an update to the RMS 1, and multiply it by max(1e-3, RMS(w)).
 
-    T5X has an array for each layer. Here, one array holds all layers, so the RMS is taken
-    over all axes but the first.
+    T5X has an array for each layer. Here, one array holds all layers, and each layer has
+    an RMS of its own.
     """
-    first_axis = 1 if DictKey("layers") in path else 0  # after that of the layers
+    first_axis = 1 if DictKey("layers") in path else 0  # axis 0 counts the layers
     axes = tuple(range(first_axis, u.ndim))
 
     def rms(x):
@@ -117,12 +117,12 @@ def relative_update(path: tuple, u: Array, w: Array) -> Array:
 def adafactor(rate: Array, train_cfg: TrainConfig) -> optax.GradientTransformation:
     """Return the Adafactor of T5X, whose weight decay does not depend on the rate."""
     return optax.chain(
-        # g / sqrt(V), with R and C instead of V
+        # g / sqrt(v), with v_row and v_col instead of v
         optax.scale_by_factored_rms(
             decay_rate=0.8, epsilon=1e-30, min_dim_size_to_factor=128
         ),
-        # for each parameter: relative_update(path, update, weights)
-        optax.stateless(partial(jax.tree.map_with_path, relative_update)),
+        # for each parameter: clip_and_scale(path, update, weights)
+        optax.stateless(partial(jax.tree.map_with_path, clip_and_scale)),
         optax.scale(rate),
         optax.add_decayed_weights(train_cfg.weight_decay),
         optax.scale(-1),
@@ -249,7 +249,7 @@ def train_loop(
         # JAX computes the step in the background. Reading a metric waits for its result.
         state, metrics = compiled_step(state, partition.put_batch(batch))
         stop_now = must_stop(step)
-        last_step = step if stop_now else steps  # which is saved
+        last_step = step if stop_now else steps  # saved, too, unless save_every is 0
         save_now = is_due(train_cfg.save_every, step, last_step)
         log_now = is_due(train_cfg.log_every, step, steps)
         if log_now or save_now:  # A checkpoint must not have NaN.
@@ -315,14 +315,15 @@ def refuse_infinite(metrics: dict, step: int) -> None:
 
 
 def is_due(every: int, step: int, last_step: int) -> bool:
-    """Return whether an action is due: every N steps, and after the last step."""
+    """Return whether a step is due: every N-th and the last, or none if N is 0."""
     return every > 0 and (step % every == 0 or step == last_step)
 
 
 def catch_signals() -> Callable[[int], bool]:
-    """Return a function of a step: whether to stop after it, for SIGTERM or Ctrl-C.
+    """Return a function stop(step): whether SIGTERM or Ctrl-C asks to stop after a step.
 
-    The same signal again kills. Several processes stop at SIGTERM, after the same step.
+    A second signal of the same kind kills the process. With several processes, only
+    SIGTERM counts, and all stop after the same step.
     """
     if jax.process_count() > 1:  # JAX itself handles SIGTERM.
         return multihost_utils.reached_preemption_sync_point
@@ -390,7 +391,7 @@ class Evaluator:
         # how many examples of a task are evaluated; None means all
         self.limit = train_cfg.eval_batches * train_cfg.batch_size or None
         self.groups = {}  # {group of metrics: (steps between evaluations, function)}
-        if not (train_cfg.eval_every or train_cfg.infer_every):
+        if not (train_cfg.eval_every or train_cfg.predict_every):
             return
         for name in data.eval_tasks(cfg):
             task = data.find_task(name, cfg)
@@ -402,12 +403,12 @@ class Evaluator:
                 continue
             if train_cfg.eval_every:
                 function = partial(self.measure_loss, batches)
-                self.groups[f"training_eval/{name}"] = train_cfg.eval_every, function
-            if train_cfg.infer_every and task.metrics:
+                self.groups[f"loss_eval/{name}"] = train_cfg.eval_every, function
+            if train_cfg.predict_every and task.metrics:
                 # A metric that fails must not stop the run hours later.
                 evaluate.check_metrics(name, "validation", cfg, tokenizer)
-                function = partial(self.measure_outputs, name)
-                self.groups[f"inference_eval/{name}"] = train_cfg.infer_every, function
+                function = partial(self.measure_predictions, name)
+                self.groups[f"predict_eval/{name}"] = train_cfg.predict_every, function
             if task.objective:
                 baseline = evaluate.unigram_loss(batches, tokenizer)
                 print(
@@ -434,7 +435,7 @@ class Evaluator:
         tqdm.write(evaluate.held_out_example(params, cfg, batches[0], tokenizer))
         return evaluate.evaluate_loss(params, cfg, batches, tokenizer)
 
-    def measure_outputs(self, name: str, step: int, params: dict) -> dict[str, float]:
+    def measure_predictions(self, name: str, step: int, params: dict) -> dict[str, float]:
         """Compute metrics of generated outputs, and write the outputs to RUN_DIR/eval."""
         metrics, lines = evaluate.predict(
             params, self.cfg, name, "validation", self.tokenizer, self.limit
@@ -451,7 +452,7 @@ def abstract_state(cfg: Config) -> TrainState:
     """Return the shapes and shardings of a TrainState, without creating arrays.
 
     An array of the optimizer with the name and shape of a parameter is split like it. All
-    others, such as the means R and C of Adafactor, are small: every device has a copy.
+    others, such as Adafactor's v_row and v_col, are small: every device has a copy.
     """
     params = partition.flatten(model.param_table(cfg.model))
 
@@ -544,9 +545,8 @@ def print_setup(cfg: Config, mesh: Mesh) -> None:
     kind = mesh.devices.flat[0].device_kind
     print(f"model    {model.describe_model(cfg)}")
     print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
-    print(
-        f"compute  {arch.dtype}, attention {arch.attention_impl}, loss {arch.loss_impl}"
-    )
+    attention = "xla" if arch.attention_impl == "xla" else "by a kernel, if one fits"
+    print(f"compute  {arch.dtype}, attention {attention}, loss {arch.loss_impl}")
 
 
 def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> None:
@@ -637,14 +637,12 @@ def parse_new(flags: Namespace, run_dir: str, argv: list[str] | None) -> Options
     Network and vocabulary come from --init_from.
     """
     init_from = flags.init_from
-    has_settings = (configs.to_path(run_dir) / "config.json").exists()
-    if has_settings and flags.run_dir and not flags.config:
-        # The run was killed before its first checkpoint.
+    if flags.run_dir and not flags.config:  # It was killed before its first checkpoint.
         cfg, metadata = configs.load_run_and_tasks(run_dir)
         init_from = init_from or metadata["init_from"]
     else:
         cfg = configs.load_recipe(flags.config or "tiny")
-        if has_settings:
+        if (configs.to_path(run_dir) / "config.json").exists():
             configs.load_run(run_dir)  # refuses a folder of Hugging Face
     if not init_from:
         return configs.parse_flags(Options(cfg, flags.config, run_dir), argv)

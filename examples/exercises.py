@@ -27,7 +27,7 @@ EXERCISES = {
     "data.pack": "lesson_data_packing lesson_data_the_longest",
     "data.shift_right": "lesson_data_packed_examples_have_segments",
     "train.learning_rate": "lesson_train_the_learning_rate learning_rates_equal_recorded",
-    "train.relative_update": "lesson_train_two_updates each_layer_as_an_array_of_its_own",
+    "train.clip_and_scale": "lesson_train_two_updates each_layer_as_an_array_of_its_own",
     "infer.filter_logits": "top_k_and_top_p_keep",
     "infer.extend_beams": "lesson_infer_a_wide_beam_search the_search_goes_on_while",
     "partition.spec": "lesson_partition_rules",

@@ -42,7 +42,9 @@ BASE = RECIPES["small_pairs"]
 CONFIG = replace(
     BASE,
     data=DataConfig(task="imdb", inputs_length=512, targets_length=16),
-    train=replace(BASE.train, steps=600, eval_every=200, infer_every=200, save_every=200),
+    train=replace(
+        BASE.train, steps=600, eval_every=200, predict_every=200, save_every=200
+    ),
 )
 
 

@@ -60,7 +60,7 @@ CONFIG = Config(
         learning_rate=0.03,
         weight_decay=0.0,
         eval_every=500,
-        infer_every=2000,
+        predict_every=2000,
         eval_batches=0,
     ),
 )

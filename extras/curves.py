@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 def write_plot(path: str, table: dict) -> None:
     """Draw the losses, accuracies, metrics of outputs and learning rate of a run."""
     panels = {
-        "loss (nats per token)": r"(train|training_eval/.*)/loss",
-        "accuracy": r"(train|training_eval/.*)/token_accuracy",
-        "metrics of outputs (%)": "inference_eval/.*",
+        "loss (nats per token)": r"(train|loss_eval/.*)/loss",
+        "accuracy": r"(train|loss_eval/.*)/token_accuracy",
+        "metrics of outputs (%)": "predict_eval/.*",
         "learning rate": "train/learning_rate",
     }
     names = sorted({name for row in table.values() for name in row})

@@ -506,7 +506,7 @@ MIXTURES |= {
 PUBLISHED = replace(FINETUNE, start_step=1_000_000, steps=1_020_000)
 BASE = replace(SIZES["base"], dropout=0.1)
 # 2^18 steps; the best of all checkpoints counts (section 3.1.2 of the T5 paper).
-PAPER = replace(PUBLISHED, steps=1_262_144, eval_every=5000, infer_every=5000)
+PAPER = replace(PUBLISHED, steps=1_262_144, eval_every=5000, predict_every=5000)
 # 12,200 steps on top of the LM-adapted T5, with 2^20 input tokens in a batch, as in
 # training/README.md of bigscience-workshop/t-zero. Name P3 with --data.source.
 T0_DATA = DataConfig(task="t0_train", inputs_length=1024, targets_length=256)
@@ -529,12 +529,12 @@ RECIPES |= {
     # Translate English to German, as in the *wmt*.gin files in t5x/examples/t5/t5_1_1/examples.
     "base_wmt_scratch": Config(
         SIZES["base"], WMT, TrainConfig(
-            steps=50_000, eval_every=500, infer_every=500, eval_batches=0,
+            steps=50_000, eval_every=500, predict_every=500, eval_batches=0,
             save_every=5000, keep=0), BEAMS),
     "small_wmt_finetune": Config(SIZES["small"], WMT, PUBLISHED),
     "base_wmt_finetune": Config(
         replace(SIZES["base"], dropout=0.1), WMT,
-        replace(PUBLISHED, eval_every=100, infer_every=100), BEAMS),
+        replace(PUBLISHED, eval_every=100, predict_every=100), BEAMS),
     # T5 1.0 small on all of GLUE, evaluated on STS-B, as in t5x/docs/usage/finetune.md.
     "small_glue_finetune": Config(
         ModelConfig(d_ff=2048, num_heads=8, num_layers=6, num_decoder_layers=6,

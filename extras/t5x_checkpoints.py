@@ -187,7 +187,7 @@ def write_zarr(folder: Path, name: str, array: np.ndarray) -> dict:
 
 
 def write(run, names: Iterable[tuple], folder: Path, dtype: np.dtype) -> None:
-    """Write a convert.Run. names: the result of convert.all_foreign_names.
+    """Write a convert.LoadedModel. names: the result of convert.all_foreign_names.
 
     Raises UserError for UMT5, which T5X does not have.
     """

@@ -198,6 +198,7 @@ def test_recipes_have_the_settings_of_t5x():
     for name in ("small_pairs", "base_wmt_finetune"):
         finetune = configs.RECIPES[name]
         train = dict(learning_rate=1e-3, schedule="constant", z_loss=1e-4)
+        train |= dict(eval_batches=0, keep=0)  # all held-out examples, all checkpoints
         assert finetune == change(finetune, model=dict(dropout=0.1), train=train)
 
 
@@ -1201,7 +1202,7 @@ def test_job_glue(pretrained, here):
     for flags in ("glue_rte_v002", "super_glue_boolq_v102 --mode rank"):
         run(f"evaluate --run_dir glue/run --output glue/run --tasks {flags}")
     names = [name.split("/") for name in evaluate.read_metrics(["glue/run"])[1_000_050]]
-    metrics = [tuple(name[1:]) for name in names if name[0] == "inference_eval"]
+    metrics = [tuple(name[1:]) for name in names if name[0] == "predict_eval"]
     stsb, rte, boolq = "glue_stsb_v002", "glue_rte_v002", "super_glue_boolq_v102-rank"
     assert metrics == [
         *((stsb, "pearson_corrcoef"), (stsb, "spearman_corrcoef"), (rte, "accuracy")),
@@ -1220,7 +1221,7 @@ def test_job_t0(pretrained, here):
         f"--data.tfds_dir {here} --data.inputs_length 32 "
         "--data.targets_length 16 --train.steps 1000020 --train.eval_every 20"
     )
-    assert [*values_of("lm", "training_eval/c4_v220_prefix_lm/loss")] == [1_000_020]
+    assert [*values_of("lm", "loss_eval/c4_v220_prefix_lm/loss")] == [1_000_020]
     rates = [*values_of("lm", "train/learning_rate").values()]
     assert rates == pytest.approx([1e-3] * 20, rel=1e-4)
 
@@ -1244,7 +1245,7 @@ def test_job_t0(pretrained, here):
     )
     assert_learns("run")
     run("evaluate --run_dir run --output eval --mode rank --tasks t0_eval_score_eval")
-    name = "inference_eval/super_glue_copa_a_score_eval-rank/accuracy"
+    name = "predict_eval/super_glue_copa_a_score_eval-rank/accuracy"
     assert values_of("eval", name) == {1_100_100: 100.0}
 
 

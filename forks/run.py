@@ -19,7 +19,7 @@ from statistics import mean
 
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = sorted(patch.stem for patch in (ROOT / "forks").glob("*.patch"))
-LOSS = "training_eval/span_corruption/loss"
+LOSS = "loss_eval/span_corruption/loss"
 # bart predicts complete texts, and lora adapts random weights.
 NOT_COMPARABLE = "bart", "lora"
 
