@@ -380,9 +380,9 @@ def refuse_differences(cfg: Config, other: Config, may_differ: list, owner: str)
 def with_network_of(cfg: Config, origin: Config) -> Config:
     """Return a Config with the network and the vocabulary of another run."""
     kept = ("dropout", "dtype", "remat", "attention_impl", "loss_impl")
-    arch = replace(origin.model, **{name: getattr(cfg.model, name) for name in kept})
+    model_cfg = replace(origin.model, **{name: getattr(cfg.model, name) for name in kept})
     data_cfg = replace(cfg.data, vocab=origin.data.vocab, extra_ids=origin.data.extra_ids)
-    return replace(cfg, model=arch, data=data_cfg)
+    return replace(cfg, model=model_cfg, data=data_cfg)
 
 
 def run_dir_of(source):

@@ -106,13 +106,13 @@ def foreign_names(path: str, layer, gated: bool = True) -> tuple[str, str]:
     return f"{stack}/layers_{layer}/{t5x}", f"{hf_layer}.{hf}.weight"
 
 
-def all_foreign_names(arch: ModelConfig) -> Iterator[tuple]:
+def all_foreign_names(model_cfg: ModelConfig) -> Iterator[tuple]:
     """Yield (path, layer, T5X name, Hugging Face name) of each array.
 
     The layer of an array that exists once is `...`: as an index, it selects everything.
     """
-    gated = arch.activation.startswith("gated_")
-    for path, param in partition.flatten(model.param_table(arch)).items():
+    gated = model_cfg.activation.startswith("gated_")
+    for path, param in partition.flatten(model.param_table(model_cfg)).items():
         for layer in range(param.shape[0]) if "/layers/" in path else [Ellipsis]:
             yield path, layer, *foreign_names(path, layer, gated)
 
@@ -167,11 +167,11 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
     )
 
 
-def to_plain(arrays: dict, arch: ModelConfig, source: Path) -> dict[str, np.ndarray]:
+def to_plain(arrays: dict, model_cfg: ModelConfig, source: Path) -> dict[str, np.ndarray]:
     """Check and use up arrays with T5X's names. Returns {"params/embed": array, ...}."""
-    table = partition.flatten({"params": model.param_table(arch)})
+    table = partition.flatten({"params": model.param_table(model_cfg)})
     plain = {path: np.empty(param.shape, np.float32) for path, param in table.items()}
-    for path, layer, name, hf in all_foreign_names(arch):
+    for path, layer, name, hf in all_foreign_names(model_cfg):
         array = arrays.pop(name, None)
         part = plain[f"params/{path}"][layer]
         if array is None:
@@ -198,13 +198,13 @@ def with_t5x_names(arrays: dict) -> dict:
     depth = len(arrays)  # an upper bound of the layers: unused names do no harm
     # Block 0 of every T5 has a bias, but block 1 only in UMT5.
     bias = foreign_names("encoder/layers/attention/relative_bias", 1)[1]
-    arch = ModelConfig(
+    model_cfg = ModelConfig(
         num_layers=depth,
         num_decoder_layers=depth,
         activation="gated_gelu" if any(".wi_0." in name for name in arrays) else "relu",
         per_layer_bias=bias in arrays,
     )
-    t5x_names = {hf: t5x for _, _, t5x, hf in all_foreign_names(arch)}
+    t5x_names = {hf: t5x for _, _, t5x, hf in all_foreign_names(model_cfg)}
     return {t5x_names.get(name, name): value for name, value in arrays.items()}
 
 
@@ -261,21 +261,23 @@ HF_ACTIVATIONS = {
 SPECIAL_IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
 
 
-def hf_config(arch: ModelConfig) -> dict[str, Any]:
+def hf_config(model_cfg: ModelConfig) -> dict[str, Any]:
     """Return the fields of config.json that describe the network."""
-    projection = next(name for name, a in HF_ACTIVATIONS.items() if a == arch.activation)
+    projection = next(
+        name for name, a in HF_ACTIVATIONS.items() if a == model_cfg.activation
+    )
     gated, _, activation = projection.rpartition("-")
     return {
-        "vocab_size": arch.vocab_size,
-        "d_model": arch.d_model,
-        "d_ff": arch.d_ff,
-        "d_kv": arch.d_kv,
-        "num_heads": arch.num_heads,
-        "num_layers": arch.num_layers,
-        "num_decoder_layers": arch.num_decoder_layers,
-        "relative_attention_num_buckets": arch.relative_buckets,
-        "relative_attention_max_distance": arch.relative_max_distance,
-        "dropout_rate": arch.dropout,
+        "vocab_size": model_cfg.vocab_size,
+        "d_model": model_cfg.d_model,
+        "d_ff": model_cfg.d_ff,
+        "d_kv": model_cfg.d_kv,
+        "num_heads": model_cfg.num_heads,
+        "num_layers": model_cfg.num_layers,
+        "num_decoder_layers": model_cfg.num_decoder_layers,
+        "relative_attention_num_buckets": model_cfg.relative_buckets,
+        "relative_attention_max_distance": model_cfg.relative_max_distance,
+        "dropout_rate": model_cfg.dropout,
         "feed_forward_proj": projection,
         "is_gated_act": bool(gated),
         "dense_act_fn": "gelu_new" if activation == "gelu" else activation,
@@ -360,26 +362,26 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
     for name in arrays.keys() - {"shared.weight"}:
         arrays[name] = arrays[name].T  # from [outputs, inputs]
     arrays = with_t5x_names(arrays)
-    arch = replace(
+    model_cfg = replace(
         model_config(arrays, folder),
         activation=HF_ACTIVATIONS[activation],
         dropout=config.get("dropout_rate", 0.1),
         relative_max_distance=config.get("relative_attention_max_distance", 128),
     )
-    if arch.num_decoder_layers:
+    if model_cfg.num_decoder_layers:
         config.setdefault("num_decoder_layers", config.get("num_layers"))
     else:  # T5EncoderModel keeps the number of the whole model.
         config.pop("num_decoder_layers", None)
     generation = read_json(folder / "generation_config.json")
     config |= {k: v for k, v in generation.items() if k in SPECIAL_IDS}
-    expected = hf_config(arch) | SPECIAL_IDS | {"feed_forward_proj": activation}
+    expected = hf_config(model_cfg) | SPECIAL_IDS | {"feed_forward_proj": activation}
     for field, value in expected.items():
         found = config.get(field, value)
         if found not in (value, [value]):  # The id of EOS may be a list.
             raise UserError(
                 f"{folder} has {field} {found}, but the weights or plain T5 have {value}."
             )
-    return arrays, arch
+    return arrays, model_cfg
 
 
 # ---- vocabularies ----------------------------------------------------------------------
@@ -478,7 +480,7 @@ def read_model(source: Path, step: str = "latest") -> LoadedModel:
         return read_run(source, step)
     folders, steps, state = [source], 0, {}
     if (source / "config.json").exists():
-        arrays, arch = read_hf(source)
+        arrays, model_cfg = read_hf(source)
     else:
         from extras import mesh_tensorflow, t5x_checkpoints
 
@@ -489,13 +491,13 @@ def read_model(source: Path, step: str = "latest") -> LoadedModel:
         else:
             arrays, slots, steps = t5x_checkpoints.read(source)
         folders.append(source.parent)  # The Gin file and the vocabulary may be there.
-        arch = t5x_checkpoints.with_gin(model_config(arrays, source), folders)
-        names = all_foreign_names(arch)
-        state = t5x_checkpoints.adafactor_state(slots, names, arch, steps)
-    arrays = {"step": np.int32(steps), **to_plain(arrays, arch, source), **state}
-    vocab, extra_ids = find_vocabulary(folders, arch.vocab_size)
+        model_cfg = t5x_checkpoints.with_gin(model_config(arrays, source), folders)
+        names = all_foreign_names(model_cfg)
+        state = t5x_checkpoints.adafactor_state(slots, names, model_cfg, steps)
+    arrays = {"step": np.int32(steps), **to_plain(arrays, model_cfg, source), **state}
+    vocab, extra_ids = find_vocabulary(folders, model_cfg.vocab_size)
     data_cfg = DataConfig(vocab=vocab, extra_ids=extra_ids)
-    cfg = Config(arch, data_cfg, TrainConfig(steps=max(steps, 1)))
+    cfg = Config(model_cfg, data_cfg, TrainConfig(steps=max(steps, 1)))
     tokenizer = data.load_tokenizer(cfg) if vocab else None
     name = Path(data_cfg.vocab).name  # The run keeps a copy of the file.
     cfg = replace(cfg, data=replace(data_cfg, vocab=name))
@@ -518,23 +520,23 @@ def write_hf(run: LoadedModel, folder: Path, dtype: np.dtype) -> None:
     Its versions 4 and 5 agree on the logits, because tie_word_embeddings is stated, and
     lm_head.weight is there only if the model is not tied.
     """
-    arch = run.cfg.model
+    model_cfg = run.cfg.model
     arrays = {}
-    for path, layer, _, name in all_foreign_names(arch):
+    for path, layer, _, name in all_foreign_names(model_cfg):
         array = run.arrays[f"params/{path}"][layer]
         arrays[name] = np.ascontiguousarray(array if path == "embed" else array.T, dtype)
     file = folder / "model.safetensors"
     safetensors.numpy.save_file(arrays, file, {"format": "pt"})
-    family = "umt5" if arch.per_layer_bias else "t5"
-    has_decoder = arch.num_decoder_layers > 0
+    family = "umt5" if model_cfg.per_layer_bias else "t5"
+    has_decoder = model_cfg.num_decoder_layers > 0
     kind = "ForConditionalGeneration" if has_decoder else "EncoderModel"
     config = {
         "architectures": [family.upper() + kind],
         "model_type": family,
         "is_encoder_decoder": has_decoder,
         "dtype": dtype.name,
-        "tie_word_embeddings": arch.tied,
-        **hf_config(arch),
+        "tie_word_embeddings": model_cfg.tied,
+        **hf_config(model_cfg),
         **SPECIAL_IDS,
     }
     write_json(folder / "config.json", config)
@@ -542,7 +544,7 @@ def write_hf(run: LoadedModel, folder: Path, dtype: np.dtype) -> None:
     file.chmod((folder / "config.json").stat().st_mode)
     write_json(folder / "generation_config.json", SPECIAL_IDS)
     if run.tokenizer:
-        write_hf_vocabulary(run.tokenizer, folder, arch.vocab_size)
+        write_hf_vocabulary(run.tokenizer, folder, model_cfg.vocab_size)
         if family == "umt5" and run.tokenizer.file_name == "spiece.model":
             print("Read its vocabulary with T5Tokenizer: AutoTokenizer fails for UMT5.")
 

@@ -54,7 +54,7 @@ from partition import constrain
 #     ids = []
 #     while data.EOS not in ids:
 #         batch = data.fill_rows([[(inputs, ids + [data.PAD])]], (S, T))
-#         logits = model.forward(params, batch, arch)[0, len(ids)]
+#         logits = model.forward(params, batch, model_cfg)[0, len(ids)]
 #         ids.append(int(logits.argmax()))
 #
 # which computes all earlier positions again and again. With a cache of keys and values,
@@ -81,7 +81,9 @@ def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> 
     return model.dot_product_attention(q, k, v, mask, bias)[:, :, :N]
 
 
-def init_cache(params: dict, encoded: Array, length: int, arch: ModelConfig, beams=1):
+def init_cache(
+    params: dict, encoded: Array, length: int, model_cfg: ModelConfig, beams=1
+):
     """Return two lists with an item for each decoder layer: (cache, layers).
 
     An item of the cache is [keys, values], both [B, H, length * beams, C]. An item of
@@ -90,13 +92,13 @@ def init_cache(params: dict, encoded: Array, length: int, arch: ModelConfig, bea
     """
     stack = params["decoder"]
     cache, layers = [], []
-    for i in range(arch.num_decoder_layers):
+    for i in range(model_cfg.num_decoder_layers):
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
         w = jax.tree.map(lambda x: x[i].astype(encoded.dtype), stack["layers"])
-        w = model.gather_weights("decoder", w, arch)
-        relative_bias = model.relative_bias_of(stack, w["self_attention"], arch)
-        bias = model.position_bias(relative_bias, length, length, False, arch)
-        cross_kv = model.keys_values(w["cross_attention"], encoded, arch)
+        w = model.gather_weights("decoder", w, model_cfg)
+        relative_bias = model.relative_bias_of(stack, w["self_attention"], model_cfg)
+        bias = model.position_bias(relative_bias, length, length, False, model_cfg)
+        cross_kv = model.keys_values(w["cross_attention"], encoded, model_cfg)
         B, H, _, C = cross_kv[0].shape
         empty = jnp.zeros((B, H, length * beams, C), encoded.dtype)
         empty = constrain(empty, "batch", "heads")
@@ -106,7 +108,7 @@ def init_cache(params: dict, encoded: Array, length: int, arch: ModelConfig, bea
 
 
 def decode_step(
-    params, arch: ModelConfig, ids, t, cache, layers, input_segments, ancestors=None
+    params, model_cfg: ModelConfig, ids, t, cache, layers, input_segments, ancestors=None
 ) -> tuple[Array, list]:
     """Run the decoder on the ids [B, N] of position t. Return (logits, cache).
 
@@ -124,7 +126,7 @@ def decode_step(
     cross_attend = functools.partial(attend_few_queries, mask=cross_mask)
 
     write = lax.dynamic_update_slice_in_dim
-    x = model.embed_tokens(params, ids, arch)
+    x = model.embed_tokens(params, ids, model_cfg)
     cache = list(cache)
     for i, (w, cross_kv, bias) in enumerate(layers):
         bias = lax.dynamic_slice_in_dim(bias, t, 1, axis=1)
@@ -137,9 +139,9 @@ def decode_step(
             cache[i] = [keys, values]
             return attend_few_queries(q, keys, values, mask, bias)
 
-        x = model.decoder_layer(w, x, cross_kv, attend, cross_attend, arch)
-    x = model.final_norm(params, x, arch)
-    return model.compute_logits(params, x, arch), cache
+        x = model.decoder_layer(w, x, cross_kv, attend, cross_attend, model_cfg)
+    x = model.final_norm(params, x, model_cfg)
+    return model.compute_logits(params, x, model_cfg), cache
 
 
 # ---- greedy decoding and sampling ------------------------------------------------------
@@ -307,12 +309,12 @@ def beam_outputs(state: BeamState) -> tuple[Array, Array]:
 # ---- the decoding loop -----------------------------------------------------------------
 
 
-@jax.jit(static_argnames=("arch", "length", "decode_cfg"), out_shardings=P())
+@jax.jit(static_argnames=("model_cfg", "length", "decode_cfg"), out_shardings=P())
 def generate(
     params: dict,
     inputs: Array,
     input_segments: Array,
-    arch: ModelConfig,
+    model_cfg: ModelConfig,
     length: int,
     decode_cfg: DecodeConfig = DecodeConfig(),
     indices: Array | None = None,
@@ -333,8 +335,8 @@ def generate(
         rngs = output_rngs(seed, indices, N)
         state, finish = start_outputs(B, N, length), sorted_outputs
         extend = functools.partial(append_ids, decode_cfg=decode_cfg, rngs=rngs)
-    encoded = model.encode(params, inputs, input_segments, arch)
-    cache, layers = init_cache(params, encoded, length, arch, N)
+    encoded = model.encode(params, inputs, input_segments, model_cfg)
+    cache, layers = init_cache(params, encoded, length, model_cfg, N)
 
     def unfinished(carry):
         t, state, _ = carry
@@ -345,7 +347,7 @@ def generate(
         # At t = 0, the index is -1: the last position still has PAD, T5's start token.
         ids = state.ids[:, :, t - 1]
         logits, cache = decode_step(
-            params, arch, ids, t, cache, layers, input_segments, state.ancestors
+            params, model_cfg, ids, t, cache, layers, input_segments, state.ancestors
         )
         # Each device chooses ids for its own rows, from the whole vocabulary.
         logits = constrain(logits, "batch")
@@ -355,18 +357,18 @@ def generate(
     return finish(state)
 
 
-@jax.jit(static_argnames="arch", out_shardings=P())
-def score(params: dict, batch: data.Batch, arch: ModelConfig) -> Array:
+@jax.jit(static_argnames="model_cfg", out_shardings=P())
+def score(params: dict, batch: data.Batch, model_cfg: ModelConfig) -> Array:
     """Return the log-probability of the targets of each row [B], including EOS."""
-    log_probs = jax.nn.log_softmax(model.forward(params, batch, arch))
+    log_probs = jax.nn.log_softmax(model.forward(params, batch, model_cfg))
     of_targets = jnp.take_along_axis(log_probs, batch.targets[..., None], axis=-1)[..., 0]
     return jnp.sum(of_targets, axis=1, where=batch.target_segments > 0)
 
 
-@jax.jit(static_argnames="arch", out_shardings=P())
-def mean_embeddings(params: dict, batch: data.Batch, arch: ModelConfig) -> Array:
+@jax.jit(static_argnames="model_cfg", out_shardings=P())
+def mean_embeddings(params: dict, batch: data.Batch, model_cfg: ModelConfig) -> Array:
     """Return the mean of the encoder's outputs of each row, float32 [B, D]."""
-    x = model.encode(params, batch.inputs, batch.input_segments, arch)
+    x = model.encode(params, batch.inputs, batch.input_segments, model_cfg)
     is_input = (batch.input_segments > 0)[..., None]
     return jnp.mean(x, axis=1, dtype=jnp.float32, where=is_input)
 

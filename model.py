@@ -15,9 +15,8 @@ Comments and einsums use these letters for the shapes:
     D d_model    H heads             C d_kv, channels of a head          F d_ff
     A H * C      V vocabulary        L layers            R buckets of relative positions
 
-`arch` is a ModelConfig, `batch` a data.Batch, `w` the weights of a layer or of its
-attention or MLP, `attend` a function (q, k, v), and `rng` a random key for dropout, or
-None without dropout.
+`batch` is a data.Batch, `w` the weights of a layer or of its attention or MLP, `attend` a
+function (q, k, v), and `rng` a random key for dropout, or None without dropout.
 
 To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w, and
 apply_layers(layer, x, ...) as `for w in layers: x = layer(w, x, rng)`.
@@ -60,20 +59,22 @@ class Param:
     scale: float = 1.0  # the standard deviation, or the bound of "uniform"
 
 
-def param_table(arch: ModelConfig) -> dict:
+def param_table(model_cfg: ModelConfig) -> dict:
     """List all parameters as a nested dict of Params.
 
     Initialization, sharding, checkpoints and conversion read this table. The weights of
     all layers are stacked in one array: with 8 layers, (512, 384) becomes (8, 512, 384).
     """
-    D, F, V, A = arch.d_model, arch.d_ff, arch.vocab_size, arch.num_heads * arch.d_kv
+    D, F, V = model_cfg.d_model, model_cfg.d_ff, model_cfg.vocab_size
+    H, C, R = model_cfg.num_heads, model_cfg.d_kv, model_cfg.relative_buckets
+    A = H * C
     norm = Param((D,), ("embed",))
 
     # As in T5X, the variance is 1 / inputs. T5 does not divide attention scores by
     # sqrt(C). Instead, its initial query weights are smaller by this factor.
     attn = {
         "norm": norm,
-        "query": Param((D, A), ("embed", "heads"), "normal", (D * arch.d_kv) ** -0.5),
+        "query": Param((D, A), ("embed", "heads"), "normal", (D * C) ** -0.5),
         "key": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
         "value": Param((D, A), ("embed", "heads"), "normal", D**-0.5),
         "out": Param((A, D), ("heads", "embed"), "normal", A**-0.5),
@@ -81,15 +82,14 @@ def param_table(arch: ModelConfig) -> dict:
     up = Param((D, F), ("embed", "mlp"), "truncated_normal", D**-0.5)
     down = Param((F, D), ("mlp", "embed"), "truncated_normal", F**-0.5)
     mlp = {"norm": norm, "up": up, "down": down}
-    if arch.activation.startswith("gated_"):
+    if model_cfg.activation.startswith("gated_"):
         mlp["gate"] = up  # gate, up and down are wi_0, wi_1 and wo in other code
 
-    H, R = arch.num_heads, arch.relative_buckets
     # the initialization of Glorot and Bengio 2010
     bias = Param((H, R), ("heads", "buckets"), "uniform", (6 / (H + R)) ** 0.5)
     # All layers of a stack share one table of position biases. In UMT5, each has its own.
-    per_layer = {"relative_bias": bias} if arch.per_layer_bias else {}
-    per_stack = {} if arch.per_layer_bias else {"relative_bias": bias}
+    per_layer = {"relative_bias": bias} if model_cfg.per_layer_bias else {}
+    per_stack = {} if model_cfg.per_layer_bias else {"relative_bias": bias}
 
     def stacked(depth, layer):
         def add_axis(p):
@@ -101,17 +101,17 @@ def param_table(arch: ModelConfig) -> dict:
     in_decoder = {"self_attention": attn | per_layer, "cross_attention": attn, "mlp": mlp}
     table = {
         "embed": Param((V, D), ("vocab", "embed"), "normal"),
-        "encoder": stacked(arch.num_layers, in_encoder),
+        "encoder": stacked(model_cfg.num_layers, in_encoder),
     }
-    if arch.num_decoder_layers:  # 0 for a model that only encodes
-        table["decoder"] = stacked(arch.num_decoder_layers, in_decoder)
-        if not arch.tied:  # T5 1.0 uses the embedding matrix as output matrix
+    if model_cfg.num_decoder_layers:  # 0 for a model that only encodes
+        table["decoder"] = stacked(model_cfg.num_decoder_layers, in_decoder)
+        if not model_cfg.tied:  # T5 1.0 uses the embedding matrix as output matrix
             unembed = Param((D, V), ("embed", "vocab"), "truncated_normal", D**-0.5)
             table["unembed"] = unembed
     return table
 
 
-def init_params(arch: ModelConfig, rng: Array) -> dict:
+def init_params(model_cfg: ModelConfig, rng: Array) -> dict:
     """Sample the initial parameters. The samples do not depend on the number of devices.
 
     "truncated_normal" is cut at two standard deviations, and then scaled so that its
@@ -129,7 +129,7 @@ def init_params(arch: ModelConfig, rng: Array) -> dict:
         std_of_samples = 0.87962566103423978
         return p.scale / std_of_samples * samples
 
-    leaves, structure = jax.tree.flatten(param_table(arch))
+    leaves, structure = jax.tree.flatten(param_table(model_cfg))
     rngs = jax.random.split(rng, len(leaves))
     return jax.tree.unflatten(structure, map(sample, leaves, rngs))
 
@@ -178,7 +178,7 @@ KV = tuple[Array, Array]  # the keys and values of all heads, both [B, H, K, C]
 
 
 def relative_bucket(
-    relative_position: np.ndarray, bidirectional: bool, arch: ModelConfig
+    relative_position: np.ndarray, bidirectional: bool, model_cfg: ModelConfig
 ) -> np.ndarray:
     """Map relative positions (key minus query) to the buckets of T5.
 
@@ -186,7 +186,7 @@ def relative_bucket(
     exponentially up to relative_max_distance. In the encoder (bidirectional), half of
     the buckets are for later keys. In the decoder, later keys are masked.
     """
-    num_buckets, offset = arch.relative_buckets, 0
+    num_buckets, offset = model_cfg.relative_buckets, 0
     distance = np.maximum(-relative_position, 0)
     if bidirectional:
         num_buckets //= 2
@@ -194,19 +194,19 @@ def relative_bucket(
         distance = np.abs(relative_position)
     max_exact = num_buckets // 2
     log_ratio = np.log(np.maximum(distance, 1) / max_exact)
-    fraction = log_ratio / np.log(arch.relative_max_distance / max_exact)
+    fraction = log_ratio / np.log(model_cfg.relative_max_distance / max_exact)
     large = max_exact + (fraction * (num_buckets - max_exact)).astype(np.int32)
     large = np.minimum(large, num_buckets - 1)
     return offset + np.where(distance < max_exact, distance, large)
 
 
-def relative_bias_of(stack: dict, w: dict, arch: ModelConfig) -> Array:
+def relative_bias_of(stack: dict, w: dict, model_cfg: ModelConfig) -> Array:
     """Return the position biases [H, R] of a layer: its own in UMT5, else its stack's."""
-    return (w if arch.per_layer_bias else stack)["relative_bias"]
+    return (w if model_cfg.per_layer_bias else stack)["relative_bias"]
 
 
 def position_bias(
-    relative_bias: Array, Q: int, K: int, bidirectional: bool, arch: ModelConfig
+    relative_bias: Array, Q: int, K: int, bidirectional: bool, model_cfg: ModelConfig
 ) -> Array:
     """Return the bias [H, Q, K] that is added to the attention scores.
 
@@ -214,9 +214,9 @@ def position_bias(
     the bias again. So devices that share a batch sum gradients [H, R], and not [H, Q, K].
     """
     relative_position = np.arange(K) - np.arange(Q)[:, None]
-    bucket = relative_bucket(relative_position, bidirectional, arch)
+    bucket = relative_bucket(relative_position, bidirectional, model_cfg)
     # The bias is relative_bias[:, bucket], as a product, whose gradient is faster.
-    one_hot = jax.nn.one_hot(bucket, arch.relative_buckets, axis=0)
+    one_hot = jax.nn.one_hot(bucket, model_cfg.relative_buckets, axis=0)
     return jnp.einsum("hr,rqk->hqk", relative_bias.astype(jnp.float32), one_hot)
 
 
@@ -252,7 +252,7 @@ def dot_product_attention(
 
 
 def make_attend(
-    mask: Array, arch: ModelConfig, relative_bias=None, bidirectional: bool = False
+    mask: Array, model_cfg: ModelConfig, relative_bias=None, bidirectional: bool = False
 ) -> Callable:
     """Return a function (q, k, v) that computes attention.
 
@@ -264,8 +264,8 @@ def make_attend(
     def compute(q, k, v, mask, relative_bias):
         bias = None
         if relative_bias is not None:
-            bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, arch)
-        if resolve_auto(arch).attention_impl == "kernel":
+            bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
+        if resolve_auto(model_cfg).attention_impl == "kernel":
             from extras import attention_kernel  # equal up to rounding, and faster
 
             return attention_kernel.attend(q, k, v, mask, bias)
@@ -274,19 +274,20 @@ def make_attend(
     return lambda q, k, v: compute(q, k, v, mask, relative_bias)
 
 
-def split_heads(x: Array, arch: ModelConfig) -> Array:
+def split_heads(x: Array, model_cfg: ModelConfig) -> Array:
     """Split activations into heads: [B, K, A] becomes [B, H, K, C]."""
     x = constrain(x, "batch", None, "heads")
-    return x.reshape(*x.shape[:2], arch.num_heads, arch.d_kv).swapaxes(1, 2)
+    return x.reshape(*x.shape[:2], model_cfg.num_heads, model_cfg.d_kv).swapaxes(1, 2)
 
 
-def keys_values(w: dict, x: Array, arch: ModelConfig) -> KV:
+def keys_values(w: dict, x: Array, model_cfg: ModelConfig) -> KV:
     """Project activations [B, K, D] to keys and values."""
-    return split_heads(dense(x, w["key"]), arch), split_heads(dense(x, w["value"]), arch)
+    k, v = dense(x, w["key"]), dense(x, w["value"])
+    return split_heads(k, model_cfg), split_heads(v, model_cfg)
 
 
 def attention(
-    w: dict, x: Array, attend: Callable, arch: ModelConfig, rng=None, kv: KV | None = None
+    w: dict, x: Array, attend: Callable, model_cfg: ModelConfig, rng=None, kv=None
 ) -> Array:
     """Compute multi-head attention for normalized activations x [B, Q, D].
 
@@ -294,53 +295,53 @@ def attention(
     kv: in cross-attention, the keys and values of the encoder's output.
     """
     rng_probs, rng_out = split_rng(rng, 2)
-    k, v = kv or keys_values(w, x, arch)
-    q = split_heads(dense(x, w["query"]), arch)
+    k, v = kv or keys_values(w, x, model_cfg)
+    q = split_heads(dense(x, w["query"]), model_cfg)
     # T5X drops a key for all queries of a head at once. Setting the value of this key to
     # zero has the same effect as dropping the probability, and needs a smaller mask.
-    v = dropout(v, arch.dropout, rng_probs, broadcast_axis=3)
+    v = dropout(v, model_cfg.dropout, rng_probs, broadcast_axis=3)
     attended = attend(q, k, v).swapaxes(1, 2).reshape(*x.shape[:2], -1)  # [B, Q, A]
     out = constrain(dense(attended, w["out"]), "batch")
-    return dropout(out, arch.dropout, rng_out)
+    return dropout(out, model_cfg.dropout, rng_out)
 
 
-def mlp(w: dict, x: Array, arch: ModelConfig, rng=None) -> Array:
+def mlp(w: dict, x: Array, model_cfg: ModelConfig, rng=None) -> Array:
     """Compute (gelu(x @ gate) * (x @ up)) @ down, or relu(x @ up) @ down."""
     rng_hidden, rng_out = split_rng(rng, 2)
     # Like T5X, jax.nn.gelu computes the tanh approximation of GELU.
-    activation = getattr(jax.nn, arch.activation.removeprefix("gated_"))
+    activation = getattr(jax.nn, model_cfg.activation.removeprefix("gated_"))
     up = dense(x, w["up"])
     if "gate" in w:  # in T5 1.1 (Shazeer 2020), not in T5 1.0
         hidden = activation(dense(x, w["gate"])) * up
     else:
         hidden = activation(up)
     hidden = constrain(hidden, "batch", None, "mlp")
-    hidden = dropout(hidden, arch.dropout, rng_hidden)
+    hidden = dropout(hidden, model_cfg.dropout, rng_hidden)
     out = constrain(dense(hidden, w["down"]), "batch")
-    return dropout(out, arch.dropout, rng_out)
+    return dropout(out, model_cfg.dropout, rng_out)
 
 
 # ---- encoder and decoder ---------------------------------------------------------------
 
 
-def embed_tokens(params: dict, ids: Array, arch: ModelConfig, rng=None) -> Array:
+def embed_tokens(params: dict, ids: Array, model_cfg: ModelConfig, rng=None) -> Array:
     """Look up the embedding vector of each token id [B, Q]. T5 does not scale them."""
     # Cast after the lookup: the gradient sums over the occurrences of a token in float32.
-    x = params["embed"][ids].astype(resolve_auto(arch).dtype)
-    return dropout(constrain(x, "batch"), arch.dropout, rng)
+    x = params["embed"][ids].astype(resolve_auto(model_cfg).dtype)
+    return dropout(constrain(x, "batch"), model_cfg.dropout, rng)
 
 
-def encoder_layer(w: dict, x: Array, attend, arch: ModelConfig, rng=None) -> Array:
+def encoder_layer(w: dict, x: Array, attend, model_cfg: ModelConfig, rng=None) -> Array:
     """Apply self-attention and MLP to activations [B, S, D]."""
     rng_self, rng_mlp = split_rng(rng, 2)
     h = rms_norm(x, w["attention"]["norm"])
-    x += attention(w["attention"], h, attend, arch, rng_self)
+    x += attention(w["attention"], h, attend, model_cfg, rng_self)
     h = rms_norm(x, w["mlp"]["norm"])
-    return x + mlp(w["mlp"], h, arch, rng_mlp)
+    return x + mlp(w["mlp"], h, model_cfg, rng_mlp)
 
 
 def encode(
-    params: dict, inputs: Array, segments: Array, arch: ModelConfig, rng=None
+    params: dict, inputs: Array, segments: Array, model_cfg: ModelConfig, rng=None
 ) -> Array:
     """Run the encoder on token ids [B, S]. Returns [B, S, D].
 
@@ -350,18 +351,18 @@ def encode(
     mask = attention_mask(segments, segments)
 
     def layer(w, x, rng):
-        relative_bias = relative_bias_of(params["encoder"], w["attention"], arch)
-        attend = make_attend(mask, arch, relative_bias, bidirectional=True)
-        return encoder_layer(w, x, attend, arch, rng)
+        relative_bias = relative_bias_of(params["encoder"], w["attention"], model_cfg)
+        attend = make_attend(mask, model_cfg, relative_bias, bidirectional=True)
+        return encoder_layer(w, x, attend, model_cfg, rng)
 
-    x = embed_tokens(params, inputs, arch, rng_embed)
-    x = apply_layers(layer, x, "encoder", params, arch, rng_layers)
+    x = embed_tokens(params, inputs, model_cfg, rng_embed)
+    x = apply_layers(layer, x, "encoder", params, model_cfg, rng_layers)
     x = rms_norm(x, params["encoder"]["norm"])
-    return dropout(x, arch.dropout, rng_out, broadcast_axis=None)
+    return dropout(x, model_cfg.dropout, rng_out, broadcast_axis=None)
 
 
 def decoder_layer(
-    w: dict, x: Array, cross_kv: KV, attend, cross_attend, arch: ModelConfig, rng=None
+    w: dict, x: Array, cross_kv, attend, cross_attend, model_cfg: ModelConfig, rng=None
 ) -> Array:
     """Apply self-attention, cross-attention and MLP to activations [B, T, D].
 
@@ -370,14 +371,16 @@ def decoder_layer(
     """
     rng_self, rng_cross, rng_mlp = split_rng(rng, 3)
     h = rms_norm(x, w["self_attention"]["norm"])
-    x += attention(w["self_attention"], h, attend, arch, rng_self)
+    x += attention(w["self_attention"], h, attend, model_cfg, rng_self)
     h = rms_norm(x, w["cross_attention"]["norm"])
-    x += attention(w["cross_attention"], h, cross_attend, arch, rng_cross, cross_kv)
+    x += attention(w["cross_attention"], h, cross_attend, model_cfg, rng_cross, cross_kv)
     h = rms_norm(x, w["mlp"]["norm"])
-    return x + mlp(w["mlp"], h, arch, rng_mlp)
+    return x + mlp(w["mlp"], h, model_cfg, rng_mlp)
 
 
-def decode(params: dict, batch, encoded: Array, arch: ModelConfig, rng=None) -> Array:
+def decode(
+    params: dict, batch, encoded: Array, model_cfg: ModelConfig, rng=None
+) -> Array:
     """Run the decoder on all target positions of a data.Batch. Returns [B, T, D].
 
     With teacher forcing, its inputs are the targets shifted right by one.
@@ -387,42 +390,44 @@ def decode(params: dict, batch, encoded: Array, arch: ModelConfig, rng=None) -> 
     segments = batch.target_segments
     mask = attention_mask(segments, segments, causal=True)
     cross_mask = attention_mask(segments, batch.input_segments)
-    cross_attend = make_attend(cross_mask, arch)
+    cross_attend = make_attend(cross_mask, model_cfg)
 
     def layer(w, x, rng):
-        relative_bias = relative_bias_of(params["decoder"], w["self_attention"], arch)
-        attend = make_attend(mask, arch, relative_bias)
-        cross_kv = keys_values(w["cross_attention"], encoded, arch)
-        return decoder_layer(w, x, cross_kv, attend, cross_attend, arch, rng)
+        w_self = w["self_attention"]
+        relative_bias = relative_bias_of(params["decoder"], w_self, model_cfg)
+        attend = make_attend(mask, model_cfg, relative_bias)
+        cross_kv = keys_values(w["cross_attention"], encoded, model_cfg)
+        return decoder_layer(w, x, cross_kv, attend, cross_attend, model_cfg, rng)
 
-    x = embed_tokens(params, batch.decoder_inputs, arch, rng_embed)
-    x = apply_layers(layer, x, "decoder", params, arch, rng_layers)
-    return final_norm(params, x, arch, rng_out)
+    x = embed_tokens(params, batch.decoder_inputs, model_cfg, rng_embed)
+    x = apply_layers(layer, x, "decoder", params, model_cfg, rng_layers)
+    return final_norm(params, x, model_cfg, rng_out)
 
 
-def final_norm(params: dict, x: Array, arch: ModelConfig, rng=None) -> Array:
+def final_norm(params: dict, x: Array, model_cfg: ModelConfig, rng=None) -> Array:
     """Normalize the activations [B, T, D] after the last layer of the decoder."""
-    return dropout(rms_norm(x, params["decoder"]["norm"]), arch.dropout, rng)
+    return dropout(rms_norm(x, params["decoder"]["norm"]), model_cfg.dropout, rng)
 
 
-def compute_logits(params: dict, x: Array, arch: ModelConfig) -> Array:
+def compute_logits(params: dict, x: Array, model_cfg: ModelConfig) -> Array:
     """Compute float32 logits [B, T, V] from the output of the decoder [B, T, D]."""
     x = x.astype(jnp.float32)
-    if arch.tied:  # The entries of the embedding have the variance 1, so scale by D^-0.5.
-        return dense(x * arch.d_model**-0.5, params["embed"].T)
+    if model_cfg.tied:  # The entries of the embedding have variance 1: scale by D^-0.5.
+        return dense(x * model_cfg.d_model**-0.5, params["embed"].T)
     return dense(x, params["unembed"])
 
 
-def encode_and_decode(params: dict, batch, arch: ModelConfig, rng=None) -> Array:
+def encode_and_decode(params: dict, batch, model_cfg: ModelConfig, rng=None) -> Array:
     """Run encoder and decoder on a data.Batch. rng: for dropout. Returns [B, T, D]."""
     rng_encoder, rng_decoder = split_rng(rng, 2)
-    encoded = encode(params, batch.inputs, batch.input_segments, arch, rng_encoder)
-    return decode(params, batch, encoded, arch, rng_decoder)
+    encoded = encode(params, batch.inputs, batch.input_segments, model_cfg, rng_encoder)
+    return decode(params, batch, encoded, model_cfg, rng_decoder)
 
 
-def forward(params: dict, batch, arch: ModelConfig, rng=None) -> Array:
+def forward(params: dict, batch, model_cfg: ModelConfig, rng=None) -> Array:
     """Compute the logits of a data.Batch, float32 [B, T, V]."""
-    return compute_logits(params, encode_and_decode(params, batch, arch, rng), arch)
+    x = encode_and_decode(params, batch, model_cfg, rng)
+    return compute_logits(params, x, model_cfg)
 
 
 # ---- loss ------------------------------------------------------------------------------
@@ -510,22 +515,24 @@ def mean_metrics(sums: dict) -> dict:
 # This section changes where and how the model is computed, but, up to rounding, not what.
 
 
-def resolve_auto(arch: ModelConfig) -> ModelConfig:
+def resolve_auto(model_cfg: ModelConfig) -> ModelConfig:
     """Replace "auto" by what suits the platform.
 
-    Activations and their matmuls have arch.dtype. Parameters, softmax, logits and loss
-    are always float32. Attention "xla" and loss "full" are the code of this file.
+    Activations and their matmuls have model_cfg.dtype. Parameters, softmax, logits and
+    loss are always float32. Attention "xla" and loss "full" are the code of this file.
     """
     platform = partition.platform()
     has_kernel = configs.HAS_EXTRAS and platform != "cpu"
     # Chunks save memory, most with a large vocabulary.
-    chunks = platform == "tpu" or arch.vocab_size > 1 << 16
+    chunks = platform == "tpu" or model_cfg.vocab_size > 1 << 16
     best = {
         "dtype": "float32" if platform == "cpu" else "bfloat16",
         "attention_impl": "kernel" if has_kernel else "xla",
         "loss_impl": "chunked" if configs.HAS_EXTRAS and chunks else "full",
     }
-    return replace(arch, **{k: v for k, v in best.items() if getattr(arch, k) == "auto"})
+    return replace(
+        model_cfg, **{k: v for k, v in best.items() if getattr(model_cfg, k) == "auto"}
+    )
 
 
 def dense(x: Array, w: Array) -> Array:
@@ -559,17 +566,22 @@ REMAT_POLICIES = {
 }
 
 
-def gather_weights(stack_name: str, w: dict, arch: ModelConfig) -> dict:
+def gather_weights(stack_name: str, w: dict, model_cfg: ModelConfig) -> dict:
     """Undo the split of FSDP for the weights of one layer.
 
     `constrain` asks for arrays without that split, so the compiler gathers them.
     """
-    table = param_table(arch)[stack_name]["layers"]  # Axis 0 counts layers.
+    table = param_table(model_cfg)[stack_name]["layers"]  # Axis 0 counts layers.
     return jax.tree.map(lambda p, array: constrain(array, *p.axes[1:]), table, w)
 
 
 def apply_layers(
-    layer: Callable, x: Array, stack_name: str, params: dict, arch: ModelConfig, rng=None
+    layer: Callable,
+    x: Array,
+    stack_name: str,
+    params: dict,
+    model_cfg: ModelConfig,
+    rng=None,
 ) -> Array:
     """Apply all layers of the encoder or decoder to activations x [B, Q, D].
 
@@ -582,13 +594,15 @@ def apply_layers(
 
     def body(x, weights_and_rng):
         w, rng = weights_and_rng
-        return layer(gather_weights(stack_name, w, arch), x, rng), None
+        return layer(gather_weights(stack_name, w, model_cfg), x, rng), None
 
     # A loop copies the weights of each layer out of the stacked arrays. Unrolled, a step
     # is faster on a TPU or GPU, but it compiles longer.
-    unroll = partition.platform() != "cpu" and depth <= 24 and arch.d_model <= 2048
+    unroll = partition.platform() != "cpu" and depth <= 24 and model_cfg.d_model <= 2048
     # If the loop is unrolled, a barrier keeps XLA from saving what is recomputed.
-    body = jax.checkpoint(body, policy=REMAT_POLICIES[arch.remat], prevent_cse=unroll)
+    body = jax.checkpoint(
+        body, policy=REMAT_POLICIES[model_cfg.remat], prevent_cse=unroll
+    )
     return lax.scan(body, x, (weights, rngs), unroll=unroll)[0]
 
 
@@ -605,16 +619,19 @@ def train_flops(cfg: Config) -> int:
 
     T5 1.1 small needs 106 billion for 512 input tokens and 114 target tokens.
     """
-    arch, S, T = cfg.model, cfg.data.inputs_length, cfg.data.targets_length
-    D, F, A = arch.d_model, arch.d_ff, arch.num_heads * arch.d_kv
-    mlp_weights = (3 if arch.activation.startswith("gated_") else 2) * D * F
+    model_cfg, S, T = cfg.model, cfg.data.inputs_length, cfg.data.targets_length
+    D, F, A = model_cfg.d_model, model_cfg.d_ff, model_cfg.num_heads * model_cfg.d_kv
+    mlp_weights = (3 if model_cfg.activation.startswith("gated_") else 2) * D * F
     # multiply-adds of a layer: products with weights, then q k^T and probs v
     encoder_layer = S * (4 * D * A + mlp_weights) + 2 * S * S * A
     decoder_layer = T * (6 * D * A + mlp_weights) + 2 * T * (T + S) * A
     decoder_layer += 2 * S * D * A  # keys and values of the encoder's output
-    layers = arch.num_layers * encoder_layer + arch.num_decoder_layers * decoder_layer
+    layers = (
+        model_cfg.num_layers * encoder_layer
+        + model_cfg.num_decoder_layers * decoder_layer
+    )
     # A multiply-add is two operations. The backward pass costs twice the forward pass.
-    return 3 * 2 * (layers + T * D * arch.vocab_size)
+    return 3 * 2 * (layers + T * D * model_cfg.vocab_size)
 
 
 def describe_model(cfg: Config) -> str:

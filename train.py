@@ -541,12 +541,14 @@ def find_start(
 
 
 def print_setup(cfg: Config, mesh: Mesh) -> None:
-    arch = model.resolve_auto(cfg.model)
+    model_cfg = model.resolve_auto(cfg.model)
     kind = mesh.devices.flat[0].device_kind
     print(f"model    {model.describe_model(cfg)}")
     print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
-    attention = "xla" if arch.attention_impl == "xla" else "by a kernel, if one fits"
-    print(f"compute  {arch.dtype}, attention {attention}, loss {arch.loss_impl}")
+    attention = "xla" if model_cfg.attention_impl == "xla" else "by a kernel, if one fits"
+    print(
+        f"compute  {model_cfg.dtype}, attention {attention}, loss {model_cfg.loss_impl}"
+    )
 
 
 def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> None:

@@ -43,10 +43,10 @@ def import_t5x(folder: str) -> tuple:
     return tuple(importlib.import_module(f"t5x.{name}") for name in names)
 
 
-def to_t5x(params: dict, arch: configs.ModelConfig) -> dict:
+def to_t5x(params: dict, model_cfg: configs.ModelConfig) -> dict:
     """Return the parameters of a TrainState with the names and layers of T5X."""
     arrays = partition.flatten(params)
-    names = convert.all_foreign_names(arch)
+    names = convert.all_foreign_names(model_cfg)
     renamed = {name: arrays[path][layer] for path, layer, name, _ in names}
     return flax.traverse_util.unflatten_dict(renamed, sep="/")
 
@@ -54,15 +54,15 @@ def to_t5x(params: dict, arch: configs.ModelConfig) -> dict:
 def t5x_functions(folder: str, cfg: configs.Config) -> tuple:
     """Return three functions: logits, training step, and first state of the optimizer."""
     network, losses, adafactor = import_t5x(folder)
-    arch = cfg.model
+    model_cfg = cfg.model
     settings = network.T5Config(
-        vocab_size=arch.vocab_size,
-        emb_dim=arch.d_model,
-        num_heads=arch.num_heads,
-        num_encoder_layers=arch.num_layers,
-        num_decoder_layers=arch.num_decoder_layers,
-        head_dim=arch.d_kv,
-        mlp_dim=arch.d_ff,
+        vocab_size=model_cfg.vocab_size,
+        emb_dim=model_cfg.d_model,
+        num_heads=model_cfg.num_heads,
+        num_encoder_layers=model_cfg.num_layers,
+        num_decoder_layers=model_cfg.num_decoder_layers,
+        head_dim=model_cfg.d_kv,
+        mlp_dim=model_cfg.d_ff,
         mlp_activations=("gelu", "linear"),
         dropout_rate=0.0,
     )
@@ -107,9 +107,9 @@ def main() -> None:
     parser.add_argument("folder", help="folder with the files of T5X")
     folder = parser.parse_args().folder
     tiny = configs.load_recipe("tiny")
-    arch = replace(configs.TINY, num_layers=2, num_decoder_layers=2, dtype="float32")
-    arch = replace(arch, attention_impl="xla", loss_impl="full")
-    cfg = replace(tiny, model=arch, train=replace(tiny.train, batch_size=16))
+    model_cfg = replace(configs.TINY, num_layers=2, num_decoder_layers=2, dtype="float32")
+    model_cfg = replace(model_cfg, attention_impl="xla", loss_impl="full")
+    cfg = replace(tiny, model=model_cfg, train=replace(tiny.train, batch_size=16))
     logits, step, init_state = t5x_functions(folder, cfg)
     partition.set_mesh(cfg)
     batches = data.Batches(cfg, data.load_tokenizer(cfg))

@@ -80,7 +80,7 @@ def read_orbax(folder: Path) -> dict:
 
 
 def adafactor_state(
-    slots: dict, names: Iterable[tuple], arch: ModelConfig, step: int
+    slots: dict, names: Iterable[tuple], model_cfg: ModelConfig, step: int
 ) -> dict[str, np.ndarray]:
     """Return T5X's averages of squared gradients with the names of train.TrainState.
 
@@ -91,7 +91,7 @@ def adafactor_state(
     """
     if not slots:
         return {}
-    params = jax.eval_shape(lambda: model.init_params(arch, jax.random.key(0)))
+    params = jax.eval_shape(lambda: model.init_params(model_cfg, jax.random.key(0)))
     state = jax.eval_shape(optax.scale_by_factored_rms().init, params)
     shapes = partition.flatten({"opt_state": [state]})
     plain = {name: np.zeros(a.shape, a.dtype) for name, a in shapes.items()}
@@ -121,7 +121,7 @@ GIN_PATTERNS = {
 ACTIVATIONS = get_args(ModelConfig.__annotations__["activation"])
 
 
-def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
+def with_gin(model_cfg: ModelConfig, folders: list[Path]) -> ModelConfig:
     """Return a ModelConfig with the values that Gin files state.
 
     The last statement counts, and the first folder is read last. "%NAME" is a reference.
@@ -132,17 +132,19 @@ def with_gin(arch: ModelConfig, folders: list[Path]) -> ModelConfig:
     stated = {}
     for field, pattern in GIN_PATTERNS.items():
         if values := re.findall(pattern, text):
-            stated[field] = type(getattr(arch, field))(values[-1])
+            stated[field] = type(getattr(model_cfg, field))(values[-1])
     if "activation" in stated:  # such as "('gelu', 'linear')"
         kind, *linear = re.findall(r"\w+", stated["activation"].replace("swish", "silu"))
         stated["activation"] = f"gated_{kind}" if linear == ["linear"] else kind
         if stated["activation"] not in ACTIVATIONS:
             raise UserError(f"{folders[0]}: plain T5 has no activation {kind}.")
     if assumed := [
-        f"{name} {getattr(arch, name)}" for name in GIN_PATTERNS if name not in stated
+        f"{name} {getattr(model_cfg, name)}"
+        for name in GIN_PATTERNS
+        if name not in stated
     ]:
         print(f"No Gin file states the model's {', '.join(assumed)}: they are assumed.")
-    return replace(arch, **stated)
+    return replace(model_cfg, **stated)
 
 
 # ---- writing, for `python convert.py RUN DST --to t5x` ---------------------------------

@@ -167,8 +167,8 @@ def test_edited_weights_count_everywhere_and_scores_need_no_loss(loss_impl, monk
 def test_auto_chooses_the_faster_forms(monkeypatch):
     large = replace(SMALL.model, vocab_size=250_112)  # that of mT5
 
-    def forms(arch):
-        found = model.resolve_auto(replace(arch, dtype="auto"))
+    def forms(model_cfg):
+        found = model.resolve_auto(replace(model_cfg, dtype="auto"))
         return found.dtype, found.attention_impl, found.loss_impl
 
     assert forms(SMALL.model) == ("float32", "xla", "full")
