@@ -3558,6 +3558,15 @@ def test_a_vocabulary_is_copied(kind, pieces, tmp_path):
             assert ids == expected, (folder.name, text)
 
 
+@pytest.mark.parametrize("is_umt5", [False, True])
+def test_an_export_of_umt5_says_which_tokenizer_reads_it(is_umt5, pieces, tmp_path, capsys):
+    m = replace(SMALL.model, per_layer_bias=is_umt5)
+    set_pieces(write_model(tmp_path / "hf", m, hf_state(m)), pieces)
+    convert.convert(tmp_path / "hf", tmp_path / "run")
+    convert.convert(tmp_path / "run", tmp_path / "back", to="hf")
+    assert ("T5Tokenizer" in capsys.readouterr().out) == is_umt5
+
+
 @pytest.mark.parametrize("kind", ["BPE", "byte_fallback", "suffix", "no space", "symbol"])
 def test_vocabularies_to_which_transformers_gives_other_ids_are_not_exported(
     kind, pieces, tmp_path

@@ -193,6 +193,7 @@ def test_recipes_have_the_settings_of_t5x():
     data_cfg |= dict(noise_density=0.15, mean_span_length=3.0)
     train = dict(steps=10_000, learning_rate=1.0, schedule="constant * rsqrt_decay")
     train |= dict(warmup_steps=10_000, z_loss=1e-4, label_smoothing=0.0, weight_decay=0.0)
+    train |= dict(batch_size=256, microbatches=1, predict_every=0, start_step=0)
     pretrain = configs.RECIPES["small_c4"]
     assert pretrain == change(pretrain, model=model, data=data_cfg, train=train)
     for name in ("small_pairs", "base_wmt_finetune"):
