@@ -28,7 +28,7 @@ class UserError(SystemExit):
 
 @functools.cache
 def print_once(text: str) -> None:
-    """Print a text once, and not among the results of a command."""
+    """Print a text once, to stderr."""
     print(text, file=sys.stderr)
 
 
@@ -56,7 +56,7 @@ class ModelConfig:
     relative_max_distance: int = 128  # longer distances share the last bucket
     per_layer_bias: bool = False  # whether each layer has position biases, as in UMT5
     dropout: float = 0.0  # dropped fraction: 0 to pretrain T5 1.1, 0.1 to fine-tune
-    # number type of the activations; auto is float32 on a CPU, else bfloat16
+    # dtype of the activations; auto is float32 on a CPU, else bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # rematerialization: what the backward pass computes again. none: nothing; full: all
     # but attention kernels; dots: all but attention kernels and products with weights
@@ -128,7 +128,7 @@ class DecodeConfig:
     # length penalty: ((5 + length) / 6)^alpha as in T5X, or length^alpha
     length_penalty: Literal["gnmt", "length"] = "gnmt"
     max_length: int | None = None  # most tokens to generate; None: data.targets_length
-    # of sampling; 0 is greedy, but means 1 if top_k or top_p is set
+    # of sampling; 0 is greedy, but means 1 if top_k or top_p is set (greedy in T5X)
     temperature: float = 0.0
     top_k: int = 0  # sample from the k most probable tokens; 0 means all
     top_p: float = 0.0  # sample from the most probable tokens with this mass; 0 means all
@@ -144,7 +144,7 @@ class DecodeConfig:
 
     @property
     def do_sample(self) -> bool:
-        """Whether ids are drawn at random. As in T5X, a temperature of 1e-4 is greedy."""
+        """Whether ids are drawn at random. As in T5X, a temperature of 1e-4 means 0."""
         return self.temperature > 1e-4 or self.top_k > 0 or self.top_p > 0
 
 
@@ -237,14 +237,14 @@ RECIPES = {
 }
 # fmt: on
 
-# Without the folder extras/, there are no kernels, pictures, tasks of t5 and datasets of
+# Without the folder extras/, there are no kernels, plots, tasks of t5 and datasets of
 # libraries, no data for tiny_finetune, no vocabularies but SentencePiece, and no weights
 # but those of Hugging Face.
 HAS_EXTRAS = importlib.util.find_spec("extras") is not None
 # data.py, evaluate.py and extras/ fill these tables. A recipe file adds its TASKS and
 # MIXTURES, and can define a VOCABULARY.
 TASKS = {}  # {name: data.Task}
-MIXTURES = {}  # {name: {task or mixture: rate}, or a function that makes it of a Config}
+MIXTURES = {}  # {name: {task or mixture: rate}, or a function of a Config}
 METRICS = {}  # {name: function of all targets and predictions}
 VOCABULARY = None  # a tokenizer that replaces --data.vocab
 
@@ -404,7 +404,11 @@ def load_run(source: str) -> tuple[Config, dict]:
     for name, values in stored["settings"].items():
         Section = type(getattr(Config(), name))  # such as ModelConfig
         fields = {field.name for field in dataclasses.fields(Section)}
-        if missing := sorted(fields - values.keys()):  # settings newer than the run
+        if unknown := values.keys() - fields:
+            raise UserError(
+                f"{path} has {name}.{unknown}: a fork or older code wrote it."
+            )
+        if missing := fields - values.keys():  # settings newer than the run
             print_once(f"{path} lacks {name}.{missing}, which get their defaults.")
         sections[name] = Section(**values)
     return Config(**sections), stored["metadata"]
@@ -463,8 +467,6 @@ def write_file(path, content: bytes | str) -> None:
 
 
 def main() -> None:
-    if sys.argv[1:] in (["-h"], ["--help"]):
-        sys.exit(__doc__)
     if sys.argv[1:]:  # --help prints the settings of this recipe, and exits.
         parse_flags(Options(load_recipe(sys.argv[1])), ["--help"])
     load_extras()

@@ -1,4 +1,4 @@
-"""Convert the weights of T5: Hugging Face, T5X or Mesh TensorFlow <-> plain T5.
+"""Convert weights: Hugging Face, T5X <-> plain T5, and Mesh TensorFlow -> plain T5.
 
     python convert.py t5-v1_1-small/ runs/t5_small         a Hugging Face folder -> a run
     python convert.py checkpoint_1000000/ runs/t5_small    T5X, its own format or Orbax
@@ -6,13 +6,13 @@
     python convert.py runs/tiny tiny_hf --to hf            a run -> a Hugging Face folder
     python convert.py runs/tiny checkpoint_1500 --to t5x   a run -> T5X
 
-All of them hold the same numbers under different names. T5X has an array
-[inputs, outputs] for each matrix of each layer, PyTorch has [outputs, inputs], and plain
-T5 stacks all layers: [layers, inputs, outputs]. The arrays of other formats first get the
-names and axes of T5X, and `to_plain` stacks them. An array that is missing, unknown or of
-another shape stops the conversion. What config.json leaves out has the default of
-transformers; what Gin files leave out is assumed, and printed. A vocabulary is copied,
-not translated. extras/ has what reads and writes files of T5X and Mesh TensorFlow.
+The formats differ in names and layout, and Hugging Face in the scale of lm_head. T5X has
+an array [inputs, outputs] for each matrix of each layer, PyTorch has [outputs, inputs],
+and plain T5 stacks all layers: [layers, inputs, outputs]. The arrays of other formats
+first get the names and axes of T5X, and `to_plain` stacks them. An array that is missing,
+unknown or of another shape stops the conversion. What config.json leaves out has the
+default of transformers; what Gin files leave out is assumed, and printed. A vocabulary is
+copied, not translated. extras/ reads and writes the files of T5X and Mesh TensorFlow.
 
 Memory holds the arrays up to three times: 11 billion parameters need 140 GB.
 
@@ -302,11 +302,11 @@ def keep_one_embedding(arrays: dict, folder: Path) -> None:
 def set_output_layer(arrays: dict, config: dict, folder: Path) -> None:
     """Remove lm_head.weight if the model is tied, and else give it plain T5's scale.
 
-    Plain T5 and T5X multiply the logits of tied models (T5 1.0) by d_model^-0.5, and of
-    no others. transformers 4 does so if tie_word_embeddings is true. transformers 5,
-    which counts here, does so if scale_decoder_outputs is true, or without this field if
-    tie_word_embeddings is, but never for mT5; its models are tied if the matrices are
-    equal. If it scales an untied model, lm_head.weight gets the factor.
+    Are the logits multiplied by d_model^-0.5?
+    - plain T5, T5X:   if the model is tied, as T5 1.0
+    - transformers 4:  if tie_word_embeddings
+    - transformers 5:  if scale_decoder_outputs (default: tie_word_embeddings); not in mT5
+    Version 5 counts here. If it scales an untied model, lm_head.weight gets the factor.
     """
     embed, has_head = arrays["shared.weight"], "lm_head.weight" in arrays
     head = arrays.pop("lm_head.weight", embed)
@@ -421,14 +421,14 @@ def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int
     if tokenizer.file_name == "tokenizer.json":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     elif tokenizer.file_name == "spiece.model":
-        spec = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.serialized)
-        trained = spec.trainer_spec
-        symbols = [x.piece for x in spec.pieces if x.type == x.USER_DEFINED]
+        proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.serialized)
+        trained = proto.trainer_spec
+        symbols = [x.piece for x in proto.pieces if x.type == x.USER_DEFINED]
         if (
             trained.model_type != 1
             or trained.byte_fallback
             or trained.treat_whitespace_as_suffix
-            or not spec.normalizer_spec.add_dummy_prefix
+            or not proto.normalizer_spec.add_dummy_prefix
             or any("<extra_id_" not in piece for piece in symbols)
         ):
             raise UserError(
@@ -436,10 +436,10 @@ def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int
                 "of its own, or no space before a text: transformers gives other ids. "
                 "Without spiece.model in the run, the weights alone are converted."
             )
-        if not spec.normalizer_spec.remove_extra_whitespaces:
+        if not proto.normalizer_spec.remove_extra_whitespaces:
             print("This vocabulary keeps repeated spaces, and transformers removes them.")
         config["tokenizer_class"] = "T5Tokenizer"
-        config["extra_ids"] = tokenizer.size - len(spec.pieces)
+        config["extra_ids"] = tokenizer.size - len(proto.pieces)
     else:
         config["tokenizer_class"] = "ByT5Tokenizer"
         config["extra_ids"] = vocab_size - 259
@@ -582,7 +582,7 @@ def convert(
         src: The model, in any format.
         dst: The new folder, which appears when it is complete.
         to: The format of dst; plain is a run of plain T5.
-        dtype: The number type of the weights in dst.
+        dtype: The dtype of the weights in dst.
         step: The checkpoint of a run: latest or a number.
     """
     source, destination = configs.to_path(src), Path(dst)

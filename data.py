@@ -62,7 +62,7 @@ def noise_counts(length: int, data_cfg: DataConfig) -> tuple[int, int]:
     """Return how many of `length` tokens are noise, and in how many spans.
 
     Computed in float32 and rounded half to even, as in t5/data/preprocessors.py. But
-    here, each span has a kept token before it, also if the density is very high.
+    here, each span has a kept token before it, even if the density is very high.
     """
     noise = int(np.round(np.float32(length) * np.float32(data_cfg.noise_density)))
     noise = min(max(noise, 1), length - 1)
@@ -216,7 +216,7 @@ class Tokenizer:
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Return the ids of each text, without EOS. All cores are used."""
-        # SentencePiece finds a sentinel only behind a space.
+        # SentencePiece finds a sentinel only after a space.
         texts = [re.sub("(?<=[^ ])<extra_id_", " <extra_id_", text) for text in texts]
         return self.processor.encode(texts, return_type="numpy", num_threads=-1)
 
@@ -289,7 +289,7 @@ class Objective(NamedTuple):
     """How texts become examples (inputs, targets)."""
 
     function: Callable  # such as span_corruption
-    # data_cfg -> tokens of a chunk; by default, what the inputs hold besides EOS
+    # tokens per chunk, a function of data_cfg; by default, inputs_length without EOS
     length: Callable = lambda data_cfg: data_cfg.inputs_length - 1
     joins: bool = True  # whether documents are joined before, without EOS between them
 
@@ -444,7 +444,7 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 # prefetch         a thread reads the next window, and another makes the next batches
 
 EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # seeds that keep uses apart
-WINDOW_CHARACTERS = 1 << 23  # of a window; n tasks get 1 / n of them, at least 1 / 32
+WINDOW_CHARACTERS = 1 << 23  # size of the shuffle buffer; n <= 32 tasks get 1 / n of it
 ROWS_PER_PACK = 512  # rows that are packed together
 
 
@@ -517,7 +517,7 @@ def print_statistics(packed: Batch, lengths: np.ndarray, limits: tuple[int, int]
     at_limit = (lengths >= limits).any(axis=1).mean()
     inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
     unknown = (packed.inputs == UNK).sum() / lengths[:, 0].sum()
-    print(f"data     {at_limit:.1%} of examples reach a limit (chunks; pairs may be cut)")
+    print(f"data     {at_limit:.1%} of examples reach inputs_length or targets_length")
     print(f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full")
     print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
 
@@ -525,8 +525,8 @@ def print_statistics(packed: Batch, lengths: np.ndarray, limits: tuple[int, int]
 class Batches(Iterator):
     """Iterate over the batches of training, from a position that an earlier run saved.
 
-    Many rows are packed at once, so that they are full even if batches are small, but not
-    across the end of an epoch of a task: so all its examples are used equally often.
+    Many rows are packed at once, so that they are full even if batches are small. A pack
+    never crosses the end of a task's epoch, so all examples are used equally often.
     """
 
     def __init__(self, cfg: Config, tokenizer: Tokenizer, position: dict | None = None):
@@ -548,7 +548,7 @@ class Batches(Iterator):
             files_found += [[file.name.split("/")[-1], file.size] for file in task_files]
         crc32 = zlib.crc32(json.dumps([self.rates, files_found]).encode())
         if self.position.get("files_crc32", crc32) != crc32:
-            raise UserError("This run began with other files, rates, or another Python.")
+            raise UserError("Training files or rates have changed since this run began.")
         self.position["files_crc32"] = crc32
         # A GPU may need 10 batches while the examples of the next window are made.
         self.batches = prefetch(self.make_batches(), maker, ahead=16)

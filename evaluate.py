@@ -254,8 +254,8 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
     correct, weights, lengths = map(np.array, columns)
     scores = np.float32(np.divide(scores, lengths) if normalize else scores)
     groups = group_choices(indices)
-    # Of equal scores, the first counts. An example has the weight of its answer, or if
-    # the choices are classes, the weight of its first choice.
+    # Ties go to the first choice. The weight of an example is that of its answer, or with
+    # shared choices that of its first choice.
     answers = [group[np.argmax(scores[group])] for group in groups]
     firsts = [group[0] for group in groups]
     weights = weights[firsts if num_classes else answers]
@@ -382,7 +382,7 @@ def f1(targets, predictions):
     return {"f1": percent(f1_score(targets, predictions, zero_division=0))}
 
 
-def words_of(text: str) -> list[str]:
+def normalize_answer(text: str) -> list[str]:
     """Lower case words without punctuation and articles: "The  Cat!" becomes ["cat"]."""
     text = "".join(c for c in text.lower() if c not in string.punctuation)
     return re.sub(r"\b(a|an|the)\b", " ", text).split()
@@ -399,8 +399,8 @@ def squad(targets, predictions):
     for answers, prediction in zip(targets, predictions, strict=True):
         if isinstance(answers, str):
             raise TypeError(f"squad needs a list of answers, not the text {answers!r}")
-        words = words_of(prediction)
-        answers = list(map(words_of, answers))
+        words = normalize_answer(prediction)
+        answers = list(map(normalize_answer, answers))
         exact.append(words in answers)
         f1s.append(max(word_f1(answer, words) for answer in answers))
     return {"em": percent(exact), "f1": percent(f1s)}
@@ -459,7 +459,7 @@ class Options(configs.Options):
     output: str = ""  # folder of metrics and outputs; empty means RUN/eval
     normalize: bool = False  # whether to rank by the mean score of a choice's tokens
     csv: str = ""  # file for a table of all metrics of held-out examples
-    plot: str = ""  # file for a picture of losses, accuracies, metrics, learning rate
+    plot: str = ""  # file for a plot of losses, accuracies, metrics, learning rate
 
 
 # A change of these settings changes no metric.
@@ -470,11 +470,13 @@ def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> st
     """Append mode, split and changed flags, so that each variant gets its own columns."""
     if mode == "rank":
         name += "-rank-normalized" if options.normalize else "-rank"
+    elif run_cfg.train.eval_batches and name in data.eval_tasks(run_cfg):
+        name += "-all"  # Training evaluates only eval_batches batches.
     old = configs.flat_settings(run_cfg)
     for key, value in configs.flat_settings(options.cfg).items():
         section, field = key.split(".")
-        counts = section != "mesh" and (section != "decode" or mode == "predict")
-        if counts and value != old[key] and field not in WITHOUT_EFFECT:
+        matters = section != "mesh" and (section != "decode" or mode == "predict")
+        if matters and value != old[key] and field not in WITHOUT_EFFECT:
             name += f"-{field}={value}"
     return name if options.split == "validation" else f"{name}-{options.split}"
 

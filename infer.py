@@ -1,4 +1,4 @@
-"""Generate text with a trained T5, score given targets, or compute vectors of texts.
+"""Generate text with a trained T5, score given targets, or embed texts.
 
     python infer.py --run_dir RUN "Return the <extra_id_0> of the list."
     python infer.py --run_dir RUN < texts           a line for each output of each line
@@ -81,12 +81,10 @@ def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> 
     return model.dot_product_attention(q, k, v, mask, bias)[:, :, :N]
 
 
-def init_cache(
-    params: dict, encoded: Array, length: int, model_cfg: ModelConfig, beams=1
-):
+def init_cache(params: dict, encoded: Array, length: int, model_cfg: ModelConfig, N: int):
     """Return two lists with an item for each decoder layer: (cache, layers).
 
-    An item of the cache is [keys, values], both [B, H, length * beams, C]. An item of
+    An item of the cache is [keys, values], both [B, H, length * N, C]. An item of
     layers is what all steps share: (weights, keys and values of the encoder's output,
     position biases [H, length, length]).
     """
@@ -100,7 +98,7 @@ def init_cache(
         bias = model.position_bias(relative_bias, length, length, False, model_cfg)
         cross_kv = model.keys_values(w["cross_attention"], encoded, model_cfg)
         B, H, _, C = cross_kv[0].shape
-        empty = jnp.zeros((B, H, length * beams, C), encoded.dtype)
+        empty = jnp.zeros((B, H, length * N, C), encoded.dtype)
         empty = constrain(empty, "batch", "heads")
         cache.append([empty, empty])
         layers.append((w, cross_kv, bias))
@@ -412,8 +410,8 @@ def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
 
 def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
     """Run the model on at most decode.batch_size examples."""
-    # A small group gets a batch of the next power of two. Copies of its last example fill
-    # it, which do not need more decoding steps than that example.
+    # Round a small group up to a power of two by repeating its last example, which adds
+    # no decoding steps.
     rows = min(cfg.decode.batch_size, 1 << (len(group) - 1).bit_length())
     shards = jax.sharding.get_mesh().shape["data"]
     rows = math.ceil(rows / shards) * shards
@@ -579,7 +577,7 @@ def to_json(line: dict) -> bytes:
 
 
 def job_digest(options: "Options", step: int, tokenizer) -> str:
-    """Return a checksum of what a result depends on, besides its line and the code."""
+    """Return a checksum of what a result depends on, apart from its line and the code."""
     folder = partition.Checkpoints(options.run_dir).path(step)
     headers = partition.read_headers(folder)  # with a checksum of each array
     decode = replace(options.cfg.decode, batch_size=0)

@@ -7,7 +7,9 @@ logits of a Batch of token ids, and `loss_fn` computes the training loss.
 
 The equations follow Raffel et al. 2020 (arXiv:1910.10683), section 2.1, with the changes
 of version 1.1: a gated GELU, an output matrix besides the embedding matrix, and no
-dropout in pretraining. T5X (t5x/examples/t5/network.py) has equal logits and losses.
+dropout in pretraining. In float32, logits and losses equal those of T5X
+(t5x/examples/t5/network.py). In bfloat16, T5X also rounds the position biases and the
+attention scores, which are float32 here.
 
 Comments and einsums use these letters for the shapes:
 

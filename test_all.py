@@ -558,7 +558,7 @@ def test_lesson_infer_cached_decoding_equals_uncached_decoding(per_layer_bias):
     @jax.jit
     def start(params, batch):
         encoded = model.encode(params, batch.inputs, batch.input_segments, cfg.model)
-        return infer.init_cache(params, encoded, 9, cfg.model)
+        return infer.init_cache(params, encoded, 9, cfg.model, 1)
 
     decode_step = jax.jit(infer.decode_step, static_argnums=1)
     cache, layers = start(params, batch)
@@ -947,7 +947,7 @@ def test_a_run_that_lacks_a_setting_gets_its_default_and_says_so(tmp_path, capsy
     assert configs.load_run(tmp_path)[0] == SMALL
     assert "seed" in capsys.readouterr().err
     path.write_text(text.replace('"seed": 7', '"ema": 7'))
-    with pytest.raises(TypeError, match="ema"):
+    with pytest.raises(UserError, match="ema"):
         configs.load_run(tmp_path)
 
 
@@ -2596,6 +2596,7 @@ def test_the_loss_is_a_mean_over_all_tokens_of_all_batches():
     logits = [forward(params, batch, cfg.model) for batch in batches]
     ids = np.concatenate([batch.targets for batch in batches])
     losses = model.cross_entropy(np.concatenate(logits), ids)
+    assert not np.any(losses["z_loss"])  # the default of cross_entropy
     losses = np.asarray(losses["cross_ent_loss"])
     content = losses[(ids > 1) & (ids < 259)]
     found = evaluate.evaluate_loss(params, cfg, batches, tokenizer)
@@ -3559,7 +3560,9 @@ def test_a_vocabulary_is_copied(kind, pieces, tmp_path):
 
 
 @pytest.mark.parametrize("is_umt5", [False, True])
-def test_an_export_of_umt5_says_which_tokenizer_reads_it(is_umt5, pieces, tmp_path, capsys):
+def test_an_export_of_umt5_says_which_tokenizer_reads_it(
+    is_umt5, pieces, tmp_path, capsys
+):
     m = replace(SMALL.model, per_layer_bias=is_umt5)
     set_pieces(write_model(tmp_path / "hf", m, hf_state(m)), pieces)
     convert.convert(tmp_path / "hf", tmp_path / "run")

@@ -87,14 +87,16 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
 # ---- optimizers ------------------------------------------------------------------------
 # Adafactor (Shazeer and Stern 2018) divides the gradient g by the root mean square of
 # past gradients, like Adam. For a matrix with at least 128 rows and columns, it does not
-# store the mean square v of each element, but only its means along both axes:
+# store the mean square v of each element, but only its means over rows and columns:
 #
-#     beta = 1 - (t + 1)^-0.8                          after t steps
-#     v    = beta * v + (1 - beta) * (g^2 + 1e-30)     ~ v_row v_col^T / mean(v_row)
-#     u    = g / sqrt(v)
-#     u    = u / max(1, RMS(u))                        update clipping: at most the RMS 1
-#     u    = rate * max(1e-3, RMS(w)) * u              the rate is relative to the weights
-#     w    = w - u - weight_decay * w
+#     beta  = 1 - (t + 1)^-0.8                                  after t steps
+#     v_row = beta * v_row + (1 - beta) * mean(g^2 + 1e-30)     over each row
+#     v_col = beta * v_col + (1 - beta) * mean(g^2 + 1e-30)     over each column
+#     v     = v_row v_col^T / mean(v_row)                       small arrays store v
+#     u     = g / sqrt(v)
+#     u     = u / max(1, RMS(u))                                clipped to the RMS 1
+#     u     = rate * max(1e-3, RMS(w)) * u                      relative to the weights
+#     w     = w - u - weight_decay * w
 #
 # optax.adafactor would take one RMS of all layers, since they are stacked in one array.
 
@@ -545,9 +547,9 @@ def print_setup(cfg: Config, mesh: Mesh) -> None:
     kind = mesh.devices.flat[0].device_kind
     print(f"model    {model.describe_model(cfg)}")
     print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
-    attention = "xla" if model_cfg.attention_impl == "xla" else "by a kernel, if one fits"
     print(
-        f"compute  {model_cfg.dtype}, attention {attention}, loss {model_cfg.loss_impl}"
+        f"compute  {model_cfg.dtype}, attention_impl {model_cfg.attention_impl}, "
+        f"loss_impl {model_cfg.loss_impl}"
     )
 
 
@@ -560,7 +562,7 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     checkpoint, resumes, step = find_start(cfg, run_dir, init_from)
     mesh = partition.set_mesh(cfg)
     print_setup(cfg, mesh)
-    abstract, lowered = lower_step(cfg, mesh)  # says so if no kernel fits
+    abstract, lowered = lower_step(cfg, mesh)  # prints a note if no kernel fits
     print(f"start    step {step:,}, {checkpoint or 'random weights'}")
     tokenizer = data.load_tokenizer(cfg, run_dir if resumes else init_from)
     data_position = None

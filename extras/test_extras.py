@@ -194,6 +194,7 @@ def test_recipes_have_the_settings_of_t5x():
     train = dict(steps=10_000, learning_rate=1.0, schedule="constant * rsqrt_decay")
     train |= dict(warmup_steps=10_000, z_loss=1e-4, label_smoothing=0.0, weight_decay=0.0)
     train |= dict(batch_size=256, microbatches=1, predict_every=0, start_step=0)
+    train |= dict(steps_per_decay=20_000, decay_factor=0.5)
     pretrain = configs.RECIPES["small_c4"]
     assert pretrain == change(pretrain, model=model, data=data_cfg, train=train)
     for name in ("small_pairs", "base_wmt_finetune"):
