@@ -98,7 +98,8 @@ class TrainConfig:
     microbatches: int = 1  # parts of a batch, computed one by one to save memory
     optimizer: Literal["adafactor", "adamw"] = "adafactor"
     learning_rate: float = 1.0  # base rate; Adafactor's is relative to the weights
-    schedule: str = "constant * rsqrt_decay"  # factors listed in train.learning_rate
+    # product of factors of train.learning_rate; constant is --train.learning_rate
+    schedule: str = "constant * rsqrt_decay"
     warmup_steps: int = 10_000  # steps of linear_warmup, or before a decay begins
     schedule_offset: int = 0  # steps that the schedule does not count
     decay_factor: float = 0.5  # factor of decay_every, or slope of linear_decay
@@ -128,7 +129,7 @@ class DecodeConfig:
     # length penalty: ((5 + length) / 6)^alpha as in T5X, or length^alpha
     length_penalty: Literal["gnmt", "length"] = "gnmt"
     max_length: int | None = None  # most tokens to generate; None: data.targets_length
-    # of sampling; 0 is greedy, but means 1 if top_k or top_p is set (greedy in T5X)
+    # of sampling; 0 means greedy, or 1 if top_k or top_p is set (in T5X always greedy)
     temperature: float = 0.0
     top_k: int = 0  # sample from the k most probable tokens; 0 means all
     top_p: float = 0.0  # sample from the most probable tokens with this mass; 0 means all
@@ -204,7 +205,8 @@ TINY_TRAIN = TrainConfig(
     microbatches=2)
 C4 = DataConfig(task="c4_v220_span_corruption")
 C4_TRAIN = TrainConfig(steps=100_000, batch_size=256, eval_every=2000)
-# As in t5x/configs/runs/finetune.gin, but with steps that are counted from 0.
+# As in t5x/configs/runs/finetune.gin, which leaves the number of steps open, counts the
+# steps of pretraining, too, and evaluates 20 batches.
 FINETUNE = TrainConfig(
     steps=20_000, learning_rate=1e-3, schedule="constant",
     predict_every=1000, eval_batches=0, save_every=5000, keep=0)
@@ -222,8 +224,8 @@ RECIPES = {
         replace(SIZES["small"], dtype="float32"),
         DataConfig(task="random", vocab="numbers"),
         TrainConfig(steps=10, batch_size=8, log_every=1, eval_every=0, save_every=0)),
-    # Pretrain T5 1.1 on C4, as in t5x/examples/t5/t5_1_1/examples/*_c4_pretrain.gin. All
-    # steps of small_c4 are warmup, in which rsqrt_decay is constant.
+    # Pretrain T5 1.1 on C4, as in t5x/examples/t5/t5_1_1/examples/*_c4_pretrain.gin
+    # (small and base). All steps of small_c4 are warmup: rsqrt_decay is constant.
     "small_c4": Config(SIZES["small"], C4, TrainConfig(steps=10_000, batch_size=256)),
     **{f"{k}_c4": Config(SIZES[k], C4, C4_TRAIN) for k in ("base", "large", "xl", "xxl")},
     # LM adaptation (Lester et al. 2021), from which T0 starts.

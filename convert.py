@@ -140,7 +140,7 @@ def model_config(arrays: dict, source: Path) -> ModelConfig:
         name, hf = foreign_names(path, 0, gated)
         if name not in arrays or arrays[name].ndim != 2:
             raise UserError(
-                f"{source} is no complete T5: it lacks a matrix {name} ({hf})."
+                f"{source} is not a complete T5: it lacks the matrix {name} ({hf})."
             )
         return arrays[name].shape
 

@@ -444,7 +444,7 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 # prefetch         a thread reads the next window, and another makes the next batches
 
 EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # seeds that keep uses apart
-WINDOW_CHARACTERS = 1 << 23  # size of the shuffle buffer; n <= 32 tasks get 1 / n of it
+WINDOW_CHARACTERS = 1 << 23  # the shuffle buffer; each of n tasks has 1 / min(n, 32)
 ROWS_PER_PACK = 512  # rows that are packed together
 
 
@@ -526,7 +526,7 @@ class Batches(Iterator):
     """Iterate over the batches of training, from a position that an earlier run saved.
 
     Many rows are packed at once, so that they are full even if batches are small. A pack
-    never crosses the end of a task's epoch, so all examples are used equally often.
+    ends where a task ends an epoch: so a task uses all examples before it repeats one.
     """
 
     def __init__(self, cfg: Config, tokenizer: Tokenizer, position: dict | None = None):

@@ -82,14 +82,14 @@ def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> 
 
 
 def init_cache(params: dict, encoded: Array, length: int, model_cfg: ModelConfig, N: int):
-    """Return two lists with an item for each decoder layer: (cache, layers).
+    """Return two lists with an item for each decoder layer: (cache, constants).
 
     An item of the cache is [keys, values], both [B, H, length * N, C]. An item of
-    layers is what all steps share: (weights, keys and values of the encoder's output,
+    constants is what all steps share: (weights, keys and values of the encoder's output,
     position biases [H, length, length]).
     """
     stack = params["decoder"]
-    cache, layers = [], []
+    cache, constants = [], []
     for i in range(model_cfg.num_decoder_layers):
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
         w = jax.tree.map(lambda x: x[i].astype(encoded.dtype), stack["layers"])
@@ -101,12 +101,12 @@ def init_cache(params: dict, encoded: Array, length: int, model_cfg: ModelConfig
         empty = jnp.zeros((B, H, length * N, C), encoded.dtype)
         empty = constrain(empty, "batch", "heads")
         cache.append([empty, empty])
-        layers.append((w, cross_kv, bias))
-    return cache, layers
+        constants.append((w, cross_kv, bias))
+    return cache, constants
 
 
 def decode_step(
-    params, model_cfg: ModelConfig, ids, t, cache, layers, input_segments, ancestors=None
+    params, model_cfg, ids, t, cache, constants, input_segments, ancestors=None
 ) -> tuple[Array, list]:
     """Run the decoder on the ids [B, N] of position t. Return (logits, cache).
 
@@ -126,7 +126,7 @@ def decode_step(
     write = lax.dynamic_update_slice_in_dim
     x = model.embed_tokens(params, ids, model_cfg)
     cache = list(cache)
-    for i, (w, cross_kv, bias) in enumerate(layers):
+    for i, (w, cross_kv, bias) in enumerate(constants):
         bias = lax.dynamic_slice_in_dim(bias, t, 1, axis=1)
         bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
 
@@ -234,7 +234,7 @@ class BeamState(NamedTuple):
     ids: Array  # [B, N, T], the live beams, from best to worst
     scores: Array  # [B, N], the sums of their log-probabilities
     finished_ids: Array  # [B, N, T]
-    # [B, N], divided by the length penalty; at most NEG_INF: there is no output yet
+    # [B, N], divided by the length penalty; NEG_INF or less marks an empty place
     finished_scores: Array
     ancestors: Array  # [B, N, T], the beams whose keys the live beams read
     done: Array  # [B, 1], whether the search of an example has ended
@@ -334,7 +334,7 @@ def generate(
         state, finish = start_outputs(B, N, length), sorted_outputs
         extend = functools.partial(append_ids, decode_cfg=decode_cfg, rngs=rngs)
     encoded = model.encode(params, inputs, input_segments, model_cfg)
-    cache, layers = init_cache(params, encoded, length, model_cfg, N)
+    cache, constants = init_cache(params, encoded, length, model_cfg, N)
 
     def unfinished(carry):
         t, state, _ = carry
@@ -345,7 +345,7 @@ def generate(
         # At t = 0, the index is -1: the last position still has PAD, T5's start token.
         ids = state.ids[:, :, t - 1]
         logits, cache = decode_step(
-            params, model_cfg, ids, t, cache, layers, input_segments, state.ancestors
+            params, model_cfg, ids, t, cache, constants, input_segments, state.ancestors
         )
         # Each device chooses ids for its own rows, from the whole vocabulary.
         logits = constrain(logits, "batch")
@@ -620,7 +620,7 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
         done = skip_answered(file, examples, BATCHES_PER_BLOCK * cfg.decode.batch_size)
     done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
     if done:
-        configs.print_once(f"{done:,} answers of a killed command are there already.")
+        configs.print_once(f"Continuing after {done:,} answers of a killed command.")
     if not file:  # Process 0 has skipped them already.
         examples = itertools.islice(examples, done, None)
     examples, to_compute = itertools.tee(examples)

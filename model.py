@@ -9,7 +9,7 @@ The equations follow Raffel et al. 2020 (arXiv:1910.10683), section 2.1, with th
 of version 1.1: a gated GELU, an output matrix besides the embedding matrix, and no
 dropout in pretraining. In float32, logits and losses equal those of T5X
 (t5x/examples/t5/network.py). In bfloat16, T5X also rounds the position biases and the
-attention scores, which are float32 here.
+attention scores, which are float32 here. (On a GPU, a kernel rounds the biases, too.)
 
 Comments and einsums use these letters for the shapes:
 
@@ -243,7 +243,7 @@ def dot_product_attention(
 
     The scores are not divided by sqrt(C): param_table scales the query weights instead.
     q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K] or None.
-    On a TPU or GPU, a kernel of extras/ does the same, until you edit this function.
+    On a TPU or GPU, a kernel of extras/ replaces this function, until you edit it.
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -435,10 +435,10 @@ def forward(params: dict, batch, model_cfg: ModelConfig, rng=None) -> Array:
 # ---- loss ------------------------------------------------------------------------------
 # loss_fn                    runs the network
 #   loss_sums                computes logits, and sums the losses of all tokens
-#     cross_entropy          the losses of each token
+#     token_metrics          the losses of each token, and the accuracy
 
 
-def cross_entropy(
+def token_metrics(
     logits: Array, targets: Array, z_loss: float = 0.0, label_smoothing: float = 0.0
 ) -> dict[str, Array]:
     """Return the losses of each target token, and whether the prediction is correct.
@@ -489,8 +489,8 @@ def loss_sums(
         name = "embed" if cfg.model.tied else "unembed"
         return chunked_sums({name: params[name]}, x, targets, loss_weights, cfg)
     logits = compute_logits(params, x, cfg.model)
-    losses = cross_entropy(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
-    sums = {name: jnp.sum(loss * loss_weights) for name, loss in losses.items()}
+    metrics = token_metrics(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
+    sums = {name: jnp.sum(values * loss_weights) for name, values in metrics.items()}
     sums["tokens"] = jnp.sum(loss_weights)
     return sums["cross_ent_loss"] + sums["z_loss"], sums
 
@@ -598,8 +598,8 @@ def apply_layers(
         w, rng = weights_and_rng
         return layer(gather_weights(stack_name, w, model_cfg), x, rng), None
 
-    # A loop copies the weights of each layer out of the stacked arrays. Unrolled, a step
-    # is faster on a TPU or GPU, but it compiles longer.
+    # A loop copies the weights of each layer out of the stacked arrays. Unrolling makes a
+    # step faster on a TPU or GPU, but takes longer to compile.
     unroll = partition.platform() != "cpu" and depth <= 24 and model_cfg.d_model <= 2048
     # If the loop is unrolled, a barrier keeps XLA from saving what is recomputed.
     body = jax.checkpoint(

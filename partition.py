@@ -148,7 +148,7 @@ def open_locked(path: Path | str, mode: str):
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise UserError(f"Another process is using {path}: wait for its end.") from None
+        raise UserError(f"Another process is using {path}: wait until it ends.") from None
     return file
 
 

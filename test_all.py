@@ -258,7 +258,7 @@ def test_lesson_model_the_loss_of_two_tokens_by_hand():
     # The first logits are log 1, log 2 and log 5, so Z is 8, and target 2 has the
     # probability 5/8. The third token is padding.
     logits = jnp.log(jnp.array([[[1.0, 2.0, 5.0], [2.0, 1.0, 1.0], [9.0, 1.0, 1.0]]]))
-    losses = model.cross_entropy(logits, np.array([[2, 1, 0]]), z_loss=0.1)
+    losses = model.token_metrics(logits, np.array([[2, 1, 0]]), z_loss=0.1)
     weight, log = np.array([[1.0, 1.0, 0.0]]), math.log
     sums = {name: jnp.sum(x * weight) for name, x in losses.items()}
     found = model.mean_metrics({**sums, "tokens": weight.sum()})
@@ -445,8 +445,8 @@ def test_lesson_data_a_restart_continues_with_the_same_batches(
 def test_lesson_train_the_learning_rate_of_t5_by_hand():
     """The learning rate of T5 is 1 / sqrt(max(step, 10,000)).
 
-    It is constant during the first 10,000 steps. After that, a step that is four times as
-    late has half the rate. Late in training, small steps average out the noise of batches.
+    It is constant during the first 10,000 steps. After that, it halves when the number of
+    steps becomes four times as large. Late in training, small steps average out the noise of batches.
     """
     for step, rate in {0: 0.01, 10_000: 0.01, 40_000: 0.005, 1_000_000: 0.001}.items():
         assert train.learning_rate(step, TrainConfig()) == pytest.approx(rate)
@@ -1985,7 +1985,7 @@ def test_the_loss_equals_that_of_t5x():
     for one in case["cases"]:
         weights = jnp.array(case["weights"]) if one["weighted"] else 1.0
         options = one["z_loss"], one["label_smoothing"]
-        losses = model.cross_entropy(logits, targets, *options)
+        losses = model.token_metrics(logits, targets, *options)
         loss, z_loss, correct = (jnp.sum(x * weights) for x in losses.values())
         factor = one["loss_normalizing_factor"] or 1
         found = (loss + z_loss) / factor, z_loss / factor
@@ -2595,8 +2595,8 @@ def test_the_loss_is_a_mean_over_all_tokens_of_all_batches():
     batches = [pad_batch([[5, 1]] * n, targets[-n:], 2, 9) for n in (1, 3)]
     logits = [forward(params, batch, cfg.model) for batch in batches]
     ids = np.concatenate([batch.targets for batch in batches])
-    losses = model.cross_entropy(np.concatenate(logits), ids)
-    assert not np.any(losses["z_loss"])  # the default of cross_entropy
+    losses = model.token_metrics(np.concatenate(logits), ids)
+    assert not np.any(losses["z_loss"])  # the default of token_metrics
     losses = np.asarray(losses["cross_ent_loss"])
     content = losses[(ids > 1) & (ids < 259)]
     found = evaluate.evaluate_loss(params, cfg, batches, tokenizer)
@@ -2679,6 +2679,7 @@ def test_rank_writes_the_chosen_answer_of_each_example(evaluated):
         best = np.argmax(line["scores"])
         assert line["prediction"] == line["choices"][best]
         assert line["is_correct"] == (line["prediction"] == line["targets"][0])
+    assert [tuple(line["idx"]) for line in lines] == [(0, 0), (1, 0)]  # the first choices
     right = [line["is_correct"] for line in lines]
     assert metrics["accuracy"] == 100 * np.mean(right)
     rank_normalized = functools.partial(evaluate.rank, normalize=True)

@@ -599,12 +599,12 @@ class Options(configs.Options):
 
 
 # Where the settings of a run come from:
-# - Its folder has a checkpoint: from --config if it is given, else from the run. Only
-#   those in configs.CHANGEABLE may differ from the run's.
-# - It has only config.json, as the run was killed early, and --run_dir is given without
-#   --config: from the run. Flags change them.
-# - Else: from --config, but network and vocabulary from --init_from. Flags change the
-#   rest.
+# - The run has a checkpoint, and is resumed: --config if given, else its config.json.
+#   Only the settings in configs.CHANGEABLE may differ from config.json.
+# - It has none, as it was killed early, and --run_dir is given without --config: its
+#   config.json. Flags may change them.
+# - It is new: --config. With --init_from, network and vocabulary are those of that run.
+#   Flags may change all others.
 
 
 def parse(argv: list[str] | None = None) -> Options:

@@ -21,7 +21,7 @@ EXERCISES = {
     "model.rms_norm": "lesson_model_rms_norm",
     "model.relative_bucket": "lesson_model_near_positions relative_buckets_equal",
     "model.dot_product_attention": "lesson_model_attention_is_a_weighted_mean",
-    "model.cross_entropy": "lesson_model_the_loss_of_two_tokens the_loss_equals_that_of_t5x",
+    "model.token_metrics": "lesson_model_the_loss_of_two_tokens the_loss_equals_that_of_t5x",
     "data.random_segmentation": "segmentations_are_equally_likely lesson_data_span_corruption",
     "data.corrupt_spans": "lesson_data_span_corruption",
     "data.pack": "lesson_data_packing lesson_data_the_longest",

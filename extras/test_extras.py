@@ -137,7 +137,7 @@ def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
 
 @pytest.mark.parametrize("loss_impl", ["full", "chunked"])
 def test_edited_weights_count_everywhere_and_scores_need_no_loss(loss_impl, monkeypatch):
-    """As after an edit of model.target_weights, and then one of model.cross_entropy."""
+    """As after an edit of model.target_weights, and then one of model.token_metrics."""
     cfg = change(model=dict(loss_impl=loss_impl), train=dict(microbatches=2))
     params, batch = make_params(cfg), make_batch()
 
@@ -146,7 +146,7 @@ def test_edited_weights_count_everywhere_and_scores_need_no_loss(loss_impl, monk
 
     def weighted_mean(params):
         logits = model.forward(params, batch, cfg.model)
-        losses = model.cross_entropy(logits, batch.targets, cfg.train.z_loss)
+        losses = model.token_metrics(logits, batch.targets, cfg.train.z_loss)
         total, weights = losses["cross_ent_loss"] + losses["z_loss"], edited(batch)
         return jnp.sum(total * weights) / jnp.sum(weights)
 
@@ -160,7 +160,7 @@ def test_edited_weights_count_everywhere_and_scores_need_no_loss(loss_impl, monk
     edited_sums = lambda *args: evaluate.batch_sums.__wrapped__(*args, content, cfg)
     sums, _ = jax.jit(edited_sums)(params, batch)
     assert_close(model.mean_metrics(sums)["loss"], loss)
-    monkeypatch.setattr(model, "cross_entropy", lambda *_: {})
+    monkeypatch.setattr(model, "token_metrics", lambda *_: {})
     assert_close(infer.score.__wrapped__(params, batch, cfg.model), scores)
 
 
