@@ -374,8 +374,8 @@ def refuse_differences(cfg: Config, other: Config, may_differ: list, owner: str)
             different.append(f"--{name} {old[name]!r} (not {value!r})")
     if different:
         raise UserError(
-            f"{owner} has {', '.join(different)}: leave out what differs, or start "
-            f"another run."
+            f"{owner} has {', '.join(different)}: leave out such flags or --config, or "
+            f"start another run."
         )
 
 

@@ -176,7 +176,10 @@ def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
     best, _ = compute_metrics(task, pairs, targets, targets)
     possible, _ = compute_metrics(task, pairs, targets, written)
     if 0 in best.values():  # such as BLEU, if no answer has four words
-        configs.print_once(f"{name}: even answers that equal their targets get {best}.")
+        configs.print_once(
+            f"{name}: answers that equal their targets get {best}. Where this is 0, lower "
+            f"must be better."
+        )
     if str(possible) != str(best):  # As texts, NaN equals NaN.
         configs.print_once(
             f"{name}: a perfect model has {possible}, not {best}. The vocabulary cannot "
