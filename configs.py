@@ -407,9 +407,7 @@ def load_run(source: str) -> tuple[Config, dict]:
         Section = type(getattr(Config(), name))  # such as ModelConfig
         fields = {field.name for field in dataclasses.fields(Section)}
         if unknown := values.keys() - fields:
-            raise UserError(
-                f"{path} has {name}.{unknown}: a fork or older code wrote it."
-            )
+            raise UserError(f"{path} has {unknown}: a fork or older code wrote it.")
         if missing := fields - values.keys():  # settings newer than the run
             print_once(f"{path} lacks {name}.{missing}, which get their defaults.")
         sections[name] = Section(**values)

@@ -177,8 +177,8 @@ def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
     possible, _ = compute_metrics(task, pairs, targets, written)
     if 0 in best.values():  # such as BLEU, if no answer has four words
         configs.print_once(
-            f"{name}: answers that equal their targets get {best}. Where this is 0, lower "
-            f"must be better."
+            f"{name}: answers that equal their targets get {best}: 0 is right only where "
+            f"lower is better."
         )
     if str(possible) != str(best):  # As texts, NaN equals NaN.
         configs.print_once(
@@ -473,8 +473,6 @@ def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> st
     """Append mode, split and changed flags, so that each variant gets its own columns."""
     if mode == "rank":
         name += "-rank-normalized" if options.normalize else "-rank"
-    elif run_cfg.train.eval_batches and name in data.eval_tasks(run_cfg):
-        name += "-all"  # Training evaluates only eval_batches batches.
     old = configs.flat_settings(run_cfg)
     for key, value in configs.flat_settings(options.cfg).items():
         section, field = key.split(".")
