@@ -255,7 +255,7 @@ def dot_product_attention(
 
 
 def make_attend(
-    mask: Array, model_cfg: ModelConfig, relative_bias=None, bidirectional: bool = False
+    mask: Array, model_cfg: ModelConfig, relative_bias=None, bidirectional=False
 ) -> Callable:
     """Return a function (q, k, v) that computes attention.
 
@@ -268,12 +268,13 @@ def make_attend(
         bias = None
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
-            if partition.platform() == "cpu":  # A product has a faster gradient there.
-                bias = jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
         if resolve_auto(model_cfg).attention_impl == "kernel":
             from extras import attention_kernel  # equal up to rounding, and faster
 
             return attention_kernel.attend(q, k, v, mask, bias)
+        if bias is not None and partition.platform() == "cpu":
+            # All rows have the same bias. A product has a faster gradient than a sum.
+            bias = jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
         return dot_product_attention(q, k, v, mask, bias)
 
     return lambda q, k, v: compute(q, k, v, mask, relative_bias)

@@ -544,9 +544,10 @@ def find_start(
 
 def print_setup(cfg: Config, mesh: Mesh) -> None:
     model_cfg = model.resolve_auto(cfg.model)
-    kind = mesh.devices.flat[0].device_kind
     print(f"model    {model.describe_model(cfg)}")
-    print(f"devices  {mesh.size} x {kind}, {dict(mesh.shape)}")
+    print(
+        f"devices  {mesh.size} x {mesh.devices.flat[0].device_kind}, {dict(mesh.shape)}"
+    )
     print(
         f"compute  {model_cfg.dtype}, attention_impl {model_cfg.attention_impl}, "
         f"loss_impl {model_cfg.loss_impl}"
