@@ -582,7 +582,7 @@ def convert(
         src: The model, in any format.
         dst: The new folder, which appears when it is complete.
         to: The format of dst; plain is a run of plain T5.
-        dtype: The dtype of the weights in dst.
+        dtype: The type of the weights in dst.
         step: The checkpoint of a run: latest or a number.
     """
     source, destination = configs.to_path(src), Path(dst)

@@ -582,12 +582,7 @@ def gather_weights(stack_name: str, w: dict, model_cfg: ModelConfig) -> dict:
 
 
 def apply_layers(
-    layer: Callable,
-    x: Array,
-    stack_name: str,
-    params: dict,
-    model_cfg: ModelConfig,
-    rng=None,
+    layer, x: Array, stack_name: str, params: dict, model_cfg: ModelConfig, rng=None
 ) -> Array:
     """Apply all layers of the encoder or decoder to activations x [B, Q, D].
 

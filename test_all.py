@@ -446,7 +446,8 @@ def test_lesson_train_the_learning_rate_of_t5_by_hand():
     """The learning rate of T5 is 1 / sqrt(max(step, 10,000)).
 
     It is constant during the first 10,000 steps. After that, it halves when the number of
-    steps becomes four times as large. Late in training, small steps average out the noise of batches.
+    steps becomes four times as large. Late in training, small steps average out the noise
+    of batches.
     """
     for step, rate in {0: 0.01, 10_000: 0.01, 40_000: 0.005, 1_000_000: 0.001}.items():
         assert train.learning_rate(step, TrainConfig()) == pytest.approx(rate)
