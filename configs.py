@@ -10,7 +10,6 @@ is a Config; --config takes its name, or a Python file that defines CONFIG.
 import argparse
 import dataclasses
 import functools
-import importlib.util
 import json
 import math
 import os
@@ -23,7 +22,10 @@ import tyro
 
 
 class UserError(SystemExit):
-    """Ends the program, and prints its message without a traceback."""
+    """Ends the program, and prints its message without a traceback.
+
+    Like every SystemExit, it passes `except Exception`.
+    """
 
 
 @functools.cache
@@ -58,8 +60,9 @@ class ModelConfig:
     dropout: float = 0.0  # dropped fraction: 0 to pretrain T5 1.1, 0.1 to fine-tune
     # dtype of the activations; auto is float32 on a CPU, else bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # rematerialization: what the backward pass computes again. none: nothing; full: all
-    # but attention kernels; dots: all but attention kernels and products with weights
+    # rematerialization: what the backward pass computes again, to save memory. none:
+    # nothing; dots: all but products with weights and attention kernels; full: all but
+    # attention kernels
     remat: Literal["dots", "none", "full"] = "dots"
     # xla: the code of model.py; kernel: one of extras/, or xla if none fits the device,
     # the dtype or the shapes; auto: xla on a CPU, else kernel
@@ -91,17 +94,18 @@ class TrainConfig:
     """Training, evaluation and checkpoints. For settings ..._every, 0 means never."""
 
     steps: int = 10_000  # the step at which training ends, --train.start_step included
-    start_step: int = 0  # steps that --init_from counts as: 1000000 for published T5
+    start_step: int = 0  # the first step: 1000000 for the weights of published T5
     # what --init_from loads: the weights, or also the optimizer's state and the step
     restore: Literal["params", "all"] = "params"
     batch_size: int = 128  # rows in a batch, over all devices
     microbatches: int = 1  # parts of a batch, computed one by one to save memory
     optimizer: Literal["adafactor", "adamw"] = "adafactor"
-    learning_rate: float = 1.0  # base rate; Adafactor's is relative to the weights
+    # base rate; Adafactor multiplies it by the root mean square of each weight matrix
+    learning_rate: float = 1.0
     # product of factors of train.learning_rate; constant is --train.learning_rate
     schedule: str = "constant * rsqrt_decay"
     warmup_steps: int = 10_000  # steps of linear_warmup, or before a decay begins
-    schedule_offset: int = 0  # steps that the schedule does not count
+    schedule_offset: int = 0  # subtracted from the step, for the schedule
     decay_factor: float = 0.5  # factor of decay_every, or slope of linear_decay
     steps_per_decay: int = 20_000  # period of decay_every
     steps_per_cycle: int | None = None  # period of cosine_decay; None: all steps
@@ -195,7 +199,7 @@ SIZES = {
     "xl": network(2048, 5120, 32, 24),
     "xxl": network(4096, 10240, 64, 24),
 }
-# learns most in a minute; 2176 is 2,000 pieces and 100 sentinels, rounded up to 17 * 128
+# 2176 is 2,000 pieces and 100 sentinels, rounded up to a multiple of 128
 TINY = network(128, 256, 4, 1, vocab_size=2176, d_kv=32)
 TINY_DATA = DataConfig(vocab="train:2000", inputs_length=32, targets_length=8)
 TINY_TRAIN = TrainConfig(
@@ -242,7 +246,7 @@ RECIPES = {
 # Without the folder extras/, there are no kernels, plots, tasks of t5 and datasets of
 # libraries, no data for tiny_finetune, no vocabularies but SentencePiece, and no weights
 # but those of Hugging Face.
-HAS_EXTRAS = importlib.util.find_spec("extras") is not None
+HAS_EXTRAS = (Path(__file__).parent / "extras").is_dir()
 # data.py, evaluate.py and extras/ fill these tables. A recipe file adds its TASKS and
 # MIXTURES, and can define a VOCABULARY.
 TASKS = {}  # {name: data.Task}

@@ -3,9 +3,9 @@
     records -> documents -> token ids -> examples (inputs, targets) -> rows -> batches
 
 A record is a dict from a file. A task turns it into documents: dicts with "text", or with
-"inputs" and "targets" (pairs). Span corruption joins the texts of a window of 8 million
-characters (less in a mixture; t5 joins 128 texts), and cuts them into chunks. A chunk
-becomes an example; a pair is one already. A row holds one example or several packed ones.
+"inputs" and "targets" (pairs). Span corruption joins many texts, and cuts them into
+chunks. A chunk becomes an example; a pair is one already. A row holds one example or
+several packed ones.
 
     python data.py --show 3                                     print rows of a batch
     python data.py --data.task glue_v002_proportional --list    list tasks and rates
@@ -61,8 +61,8 @@ class Batch(NamedTuple):
 def noise_counts(length: int, data_cfg: DataConfig) -> tuple[int, int]:
     """Return how many of `length` tokens are noise, and in how many spans.
 
-    Computed in float32 and rounded half to even, as in t5/data/preprocessors.py. But
-    here, each span has a kept token before it, even if the density is very high.
+    Computed in float32 and rounded half to even, as in t5/data/preprocessors.py. Unlike
+    in t5, each span has a kept token before it, even if the density is very high.
     """
     noise = int(np.round(np.float32(length) * np.float32(data_cfg.noise_density)))
     noise = min(max(noise, 1), length - 1)
@@ -89,10 +89,10 @@ def random_order(count: int, *seeds: int) -> np.ndarray:
 
 
 def random_segmentation(total: int, parts: int, rows: int, seeds: tuple) -> np.ndarray:
-    """Write `total` as a sum of `parts` positive integers, in random ways [rows, parts].
+    """Split `total` into `parts` positive integers at random. Returns [rows, parts].
 
     5 = 1 + 1 + 1 + 1 + 1 becomes 1 + 2 + 2 by a cut at the first and the third plus. The
-    cuts are where random numbers are lowest, so all ways are equally likely.
+    cuts are where random numbers are lowest, so all splits are equally likely.
     """
     gaps = random_bits(rows * (total - 1), *seeds).reshape(rows, total - 1)
     cuts = np.sort(np.argsort(gaps, axis=1)[:, : parts - 1] + 1, axis=1)
@@ -229,7 +229,7 @@ class Tokenizer:
         return self.processor.decode(ids)
 
     def is_content(self, ids):
-        """Return where an array of ids has neither padding nor EOS nor sentinels."""
+        """Return which ids of an array are neither padding nor EOS nor sentinels."""
         first = self.first_sentinel or 0  # 0 if there are none
         return (ids > EOS) & ((ids > first) | (ids <= first - self.extra_ids))
 
@@ -324,7 +324,7 @@ def read_documents(files: "list[File]", task: Task, start=(0, 0)) -> Iterator:
                     "".join(x for x in texts if isinstance(x, str)).encode()
                     characters = 300 + sum(map(len, texts))  # 300 for Python's objects
                     yield documents, (f, number), characters
-                number, record = number + 1, {}
+                number, record = number + 1, {}  # An error while reading has no record.
         except Exception as error:
             where = f"{file.name}, record {number} with the fields {[*record]}"
             raise UserError(f"{where}: {error!r}") from error
@@ -392,8 +392,8 @@ def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.nda
 def pack(lengths: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     """Return the row of each example [N] by bin packing. lengths [N, 2]: inputs, targets.
 
-    From the longest example to the shortest, each goes to the row with space whose free
-    fractions of inputs and targets are then most similar, or to a new row.
+    Best-fit decreasing: from the longest example to the shortest, each goes to the row
+    whose free fractions of inputs and targets are then most similar, or to a new row.
     """
     share = lengths / limits
     num_rows = int(np.ceil(share.sum(axis=0)).max())  # fewer cannot hold all tokens
@@ -550,7 +550,6 @@ class Batches(Iterator):
         if self.position.get("files_crc32", crc32) != crc32:
             raise UserError("Training files or rates have changed since this run began.")
         self.position["files_crc32"] = crc32
-        # A GPU may need 10 batches while the examples of the next window are made.
         self.batches = prefetch(self.make_batches(), maker, ahead=16)
 
     def __next__(self) -> Batch:
@@ -785,6 +784,7 @@ def train_tasks(cfg: Config) -> dict[str, float]:
 
 
 def eval_tasks(cfg: Config, names: str = "") -> list[str]:
+    """Return the tasks to evaluate. A mixture counts as its tasks."""
     names = (names or cfg.data.eval_tasks or cfg.data.task).split(",")
     return [task for name in names for task in mixture_rates(name.strip(), cfg)]
 

@@ -64,7 +64,10 @@ def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:
 
 
 def unigram_loss(batches: list, tokenizer: data.Tokenizer) -> float:
-    """Return the loss per content token of a model that only knows token frequencies."""
+    """Return the loss per content token of a model that only knows token frequencies.
+
+    The tokens are counted in these batches themselves.
+    """
     rows = jax.tree.map(lambda *arrays: np.concatenate(arrays), *batches)
     targets, inputs = (x[tokenizer.is_content(x)] for x in (rows.targets, rows.inputs))
     counts = np.bincount(np.concatenate([targets, inputs]))
@@ -86,7 +89,7 @@ def held_out_example(params, cfg: Config, batch: data.Batch, tokenizer) -> str:
     """Show the first example of a batch: inputs, truth, and the output of the model."""
     inputs = batch.inputs[0][batch.input_segments[0] == 1].tolist()
     targets = batch.targets[0][batch.target_segments[0] == 1].tolist()
-    ((outputs, _),) = infer.process_examples(params, cfg, [infer.Request(inputs)])
+    ((outputs, _),) = infer.process_requests(params, cfg, [infer.Request(inputs)])
     if tokenizer.first_sentinel in inputs:
         sides = [], targets, outputs[0]  # [] leaves the gaps open
         texts = [infer.fill_blanks(inputs, ids, tokenizer) for ids in sides]
@@ -100,52 +103,52 @@ def held_out_example(params, cfg: Config, batch: data.Batch, tokenizer) -> str:
 
 
 def read_pairs(name: str, split: str, cfg: Config, limit=None) -> list[dict]:
-    """Return the examples of a split, with the texts inputs and targets."""
-    examples = list(itertools.islice(data.read_task(name, split, cfg), limit))
-    if not examples or "targets" not in examples[0]:
+    """Return the pairs of a split: dicts with the texts inputs and targets."""
+    pairs = list(itertools.islice(data.read_task(name, split, cfg), limit))
+    if not pairs or "targets" not in pairs[0]:
         raise UserError(
             f"The task {name} has no split {split} with pairs of inputs and targets in "
             f"{data.find_task(name, cfg).source}: choose another --split, or --mode loss."
         )
-    return examples
+    return pairs
 
 
-def postprocess(task: data.Task, text: str, example: dict, is_target: bool):
+def postprocess(task: data.Task, text: str, pair: dict, is_target: bool):
     """Turn a target or an output into the value that the metrics of a task compare."""
     if task.postprocess == "label":
         if is_target and text not in task.choices:
             configs.print_once(f"The target {text!r} is not a choice: metrics are wrong.")
         return task.choices.index(text) if text in task.choices else -1
     if task.postprocess == "answers":
-        return all_answers(example) if is_target else text
+        return all_answers(pair) if is_target else text
     if task.postprocess:
-        return task.postprocess(text, example=example, is_target=is_target)
+        return task.postprocess(text, example=pair, is_target=is_target)
     return text
 
 
-def all_answers(example: dict) -> list[str]:
+def all_answers(pair: dict) -> list[str]:
     """Return all right answers of a question, as in SQuAD."""
-    answers = example["answers"]
+    answers = pair["answers"]
     if isinstance(answers, dict):  # as on the Hugging Face Hub
         answers = answers["text"]
     if not len(answers):
-        raise UserError(f"An example has no answers: {str(example)[:200]}")
+        raise UserError(f"An example has no answers: {str(pair)[:200]}")
     return [answers] if isinstance(answers, str) else list(answers)
 
 
-def compute_metrics(task: data.Task, examples, targets, outputs) -> tuple[dict, list]:
-    """Return the metrics, such as {"accuracy": 50.0}, and a line for each example.
+def compute_metrics(task: data.Task, pairs, targets, outputs) -> tuple[dict, list]:
+    """Return the metrics, such as {"accuracy": 50.0}, and a line for each pair.
 
-    A line is the example with the fields output, target and prediction. The metrics of a
+    A line is the pair with the fields output, target and prediction. The metrics of a
     task are functions, or names in METRICS; if it has none, accuracy counts.
     """
     functions = [x if callable(x) else METRICS[x] for x in task.metrics or ("accuracy",)]
     lines = []
-    for example, target, output in zip(examples, targets, outputs):
-        target = postprocess(task, target, example, is_target=True)
-        prediction = postprocess(task, output, example, is_target=False)
+    for pair, target, output in zip(pairs, targets, outputs):
+        target = postprocess(task, target, pair, is_target=True)
+        prediction = postprocess(task, output, pair, is_target=False)
         fields = {"output": output, "target": target, "prediction": prediction}
-        lines.append(example | fields)
+        lines.append(pair | fields)
     targets = [line["target"] for line in lines]
     predictions = [line["prediction"] for line in lines]
     metrics = {}
@@ -192,7 +195,7 @@ def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
     check_metrics(name, split, cfg, tokenizer)
     pairs, examples, targets = read_targets(name, split, cfg, tokenizer, limit)
     numbered = (infer.Request(*ids, number) for number, ids in enumerate(examples))
-    results = infer.process_examples(params, cfg, numbered)
+    results = infer.process_requests(params, cfg, numbered)
     outputs = [tokenizer.decode(best_first[0]) for best_first, _ in results]
     return compute_metrics(data.find_task(name, cfg), pairs, targets, outputs)
 
@@ -203,25 +206,25 @@ def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
 # text is generated. T0 is evaluated in this way (Sanh et al. 2022).
 
 
-def answer_choices(name: str, task: data.Task, number: int, example: dict) -> list[dict]:
-    """Return a dict for each choice of an example, with the choice as its targets.
+def answer_choices(name: str, task: data.Task, number: int, pair: dict) -> list[dict]:
+    """Return a dict for each choice of a pair, with the choice as its targets.
 
     The field answer_choices has the choices, or else the task. In the cached files of P3,
-    each example already is one choice, with the fields idx, is_correct and weight.
+    each pair already is one choice, with the fields idx, is_correct and weight.
     """
-    if "is_correct" in example and "idx" in example:
+    if "is_correct" in pair and "idx" in pair:
         choice = {
-            "idx": tuple(map(int, example["idx"])),
-            "is_correct": bool(np.squeeze(example["is_correct"])),
-            "weight": float(np.squeeze(example.get("weight", 1.0))),
+            "idx": tuple(map(int, pair["idx"])),
+            "is_correct": bool(np.squeeze(pair["is_correct"])),
+            "weight": float(np.squeeze(pair.get("weight", 1.0))),
         }
-        return [example | choice]
-    texts = [str(text) for text in example.get("answer_choices", task.choices)]
-    target, *folded = [str(x).strip().casefold() for x in (example["targets"], *texts)]
-    is_text = isinstance(example.get("answer_choices"), str)
+        return [pair | choice]
+    texts = [str(text) for text in pair.get("answer_choices", task.choices)]
+    target, *folded = [str(x).strip().casefold() for x in (pair["targets"], *texts)]
+    is_text = isinstance(pair.get("answer_choices"), str)
     if is_text or target not in folded or len(set(folded)) < len(folded):
         raise UserError(
-            f"Example {number + 1} of {name}: the target {example['targets']!r} must be "
+            f"Example {number + 1} of {name}: the target {pair['targets']!r} must be "
             f"one of a list of choices, and these must differ. The choices, of the field "
             f"answer_choices or of the task, are {texts}."
         )
@@ -229,7 +232,7 @@ def answer_choices(name: str, task: data.Task, number: int, example: dict) -> li
     for i, text in enumerate(texts):
         is_correct = folded[i] == target
         choice = {"targets": text, "idx": (number, i), "is_correct": is_correct}
-        choices.append(example | choice | {"weight": 1.0})
+        choices.append(pair | choice | {"weight": 1.0})
     return choices
 
 
@@ -257,8 +260,8 @@ def rank_classification(targets, scores, num_classes=None, normalize=False) -> d
     correct, weights, lengths = map(np.array, columns)
     scores = np.float32(np.divide(scores, lengths) if normalize else scores)
     groups = group_choices(indices)
-    # Ties go to the first choice. The weight of an example is that of its answer, or with
-    # shared choices that of its first choice.
+    # Ties go to the first choice. As in t5, an example has the weight of the chosen
+    # answer, or with shared choices that of its first choice.
     answers = [group[np.argmax(scores[group])] for group in groups]
     firsts = [group[0] for group in groups]
     weights = weights[firsts if num_classes else answers]
@@ -318,10 +321,10 @@ def ranked_lines(choices: list, groups: list, scores: np.ndarray) -> list[dict]:
 def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False):
     """Score the choices of every example. Returns metrics, and a line for each."""
     task = data.find_task(name, cfg)
-    examples = read_pairs(name, split, cfg)
+    pairs = read_pairs(name, split, cfg)
     choices = []
-    for number, example in enumerate(examples):
-        choices += answer_choices(name, task, number, example)
+    for number, pair in enumerate(pairs):
+        choices += answer_choices(name, task, number, pair)
     id_pairs = data.encode_pairs(choices, task, tokenizer, cfg)
     groups = group_choices([choice["idx"] for choice in choices])
     refuse_equal_ids(name, choices, id_pairs, groups)
@@ -330,12 +333,12 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
         (choice["idx"], choice["is_correct"], choice["weight"], length)
         for choice, length in zip(choices, lengths)
     ]
-    choice_sets = {tuple(x.get("answer_choices", task.choices)) for x in examples}
+    choice_sets = {tuple(x.get("answer_choices", task.choices)) for x in pairs}
     num_classes = len(choice_sets.pop()) if len(choice_sets) == 1 else None
     # Try the metrics before the work: a package may be missing.
     rank_classification(labels, np.zeros(len(labels)), num_classes)
     requests = [infer.Request(inputs, targets) for inputs, targets in id_pairs]
-    scores = np.array(list(infer.process_examples(params, cfg, requests, "score")))
+    scores = np.array(list(infer.process_requests(params, cfg, requests, "score")))
     metrics = rank_classification(labels, scores, num_classes, normalize)
     ranked = scores / lengths if normalize else scores
     return metrics, ranked_lines(choices, groups, ranked)

@@ -231,6 +231,8 @@ NEG_INF = -1e7  # added to a score that must not be selected, as in T5X
 
 
 class BeamState(NamedTuple):
+    """The N live beams, and the N best finished outputs."""
+
     ids: Array  # [B, N, T], the live beams, from best to worst
     scores: Array  # [B, N], the sums of their log-probabilities
     finished_ids: Array  # [B, N, T]
@@ -378,7 +380,7 @@ BATCHES_PER_BLOCK = 16  # the batches of a block, in which examples are sorted b
 
 
 class Request(NamedTuple):
-    """An example for process_examples."""
+    """An example that the model gets."""
 
     inputs: Sequence  # token ids, with EOS if the task has it
     targets: Sequence = ()
@@ -386,16 +388,16 @@ class Request(NamedTuple):
     line: dict = {}  # the line of the file that it was made from
 
 
-def process_examples(params, cfg: Config, examples, mode="predict") -> Iterator:
-    """Yield the result of each example, in order.
+def process_requests(params, cfg: Config, requests, mode="predict") -> Iterator:
+    """Yield the result of each request, in order.
 
     The result of "predict" is (outputs, scores), with the best output first, of "score" a
     number, and of "encode" a vector.
     """
-    examples = iter(examples)
+    requests = iter(requests)
     size = cfg.decode.batch_size
     with tqdm(desc=mode, unit=" examples", leave=False, disable=None) as bar:
-        while block := list(itertools.islice(examples, BATCHES_PER_BLOCK * size)):
+        while block := list(itertools.islice(requests, BATCHES_PER_BLOCK * size)):
             order = sorted(range(len(block)), key=lambda i: len(block[i].inputs))
             results = [None] * len(block)
             for start in range(0, len(order), size):
@@ -587,18 +589,18 @@ def job_digest(options: "Options", step: int, tokenizer) -> str:
     return f"{zlib.crc32(repr(job).encode()):08x}"
 
 
-def skip_answered(file, examples: Iterator[Request], block_size: int) -> int:
-    """Cut an unfinished file after its last complete block, and skip its examples.
+def skip_answered(file, requests: Iterator[Request], block_size: int) -> int:
+    """Cut an unfinished file after its last complete block, and skip its requests.
 
     A part of a block is computed again: in another batch, the last digits of scores
-    would change. Returns the number of examples skipped.
+    would change. Returns the number of requests skipped.
     """
     file.seek(0)
     complete = sum(text.endswith(b"\n") for text in file)
     done = complete - complete % block_size
     file.seek(0)
     for text in itertools.islice(file, done):
-        line = next(examples, Request([])).line
+        line = next(requests, Request([])).line
         old, new = json.loads(text), json.loads(to_json(line))
         results = {name: old[name] for name in old.keys() & RESULT_FIELDS}
         if old != new | results:
@@ -612,23 +614,23 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     cfg, mode = options.cfg, options.mode
     if os.path.exists(options.output):
         raise UserError(f"{options.output} exists already: name another --output.")
-    examples = read_input(options, tokenizer)
+    requests = read_input(options, tokenizer)
     file, done = None, 0  # Only process 0 writes.
     if partition.is_main_process():
         digest = job_digest(options, step, tokenizer)
         file = partition.open_locked(f"{options.output}.{digest}.partial", "a+b")
-        done = skip_answered(file, examples, BATCHES_PER_BLOCK * cfg.decode.batch_size)
+        done = skip_answered(file, requests, BATCHES_PER_BLOCK * cfg.decode.batch_size)
     done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
     if done:
         configs.print_once(f"Continuing after {done:,} answers of a killed command.")
     if not file:  # Process 0 has skipped them already.
-        examples = itertools.islice(examples, done, None)
-    examples, to_compute = itertools.tee(examples)
-    results = process_examples(params, cfg, to_compute, mode)
-    for example, result in zip(examples, results):
+        requests = itertools.islice(requests, done, None)
+    requests, to_compute = itertools.tee(requests)
+    results = process_requests(params, cfg, to_compute, mode)
+    for request, result in zip(requests, results):
         if file:
-            fields = result_fields(example.line, result, cfg, tokenizer, mode)
-            file.write(to_json(example.line | fields))
+            fields = result_fields(request.line, result, cfg, tokenizer, mode)
+            file.write(to_json(request.line | fields))
     if file:
         file.flush()
         os.fsync(file.fileno())
@@ -643,12 +645,12 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
 
 def answer_texts(params: dict, options: "Options", tokenizer) -> None:
     """Print the output for each text, with its gaps filled if it has sentinels."""
-    for example in read_input(options, tokenizer):
-        ((outputs, scores),) = process_examples(params, options.cfg, [example])
+    for request in read_input(options, tokenizer):
+        ((outputs, scores),) = process_requests(params, options.cfg, [request])
         for ids, value in zip(outputs, scores):
             answer = tokenizer.decode(ids).replace("\n", " ")
-            if "<extra_id_" in example.line["inputs"] and not options.raw:
-                answer = fill_blanks(example.inputs, ids, tokenizer)
+            if "<extra_id_" in request.line["inputs"] and not options.raw:
+                answer = fill_blanks(request.inputs, ids, tokenizer)
             score_column = f"{value:.4f}\t" if options.cfg.decode.write_scores else ""
             print(f"{score_column}{answer}", flush=True)
 

@@ -153,9 +153,9 @@ def dropout(x: Array, rate: float, rng, broadcast_axis: int | None = 1) -> Array
     """Set random entries of x to zero, and scale up the others. If rng is None, return x.
 
     T5 has dropout at both ends of encoder and decoder, on the probabilities of attention,
-    in the MLP, and before residual additions. The mask has size 1 on the broadcast_axis:
-    T5X drops a channel at all positions of a row. With None, each entry has its own
-    random draw, as in T5X after the last norm of the encoder.
+    in the MLP, and before residual additions. All entries along the broadcast_axis share
+    a draw: as in T5X, a channel is dropped at all positions of a row. With None, each
+    entry has its own draw, as in T5X after the last norm of the encoder.
     """
     if rng is None or rate == 0:
         return x
@@ -262,21 +262,14 @@ def make_attend(
     relative_bias [H, R]: the position biases, or None in cross-attention.
     """
 
-    # mask and relative_bias are arguments, too: each device gets its part of them.
     @attend_on_each_device
     def compute(q, k, v, mask, relative_bias):
         bias = None
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
-        if resolve_auto(model_cfg).attention_impl == "kernel":
-            from extras import attention_kernel  # equal up to rounding, and faster
+        return fastest_attention(q, k, v, mask, bias, model_cfg)
 
-            return attention_kernel.attend(q, k, v, mask, bias)
-        if bias is not None and partition.platform() == "cpu":
-            # All rows have the same bias. A product has a faster gradient than a sum.
-            bias = jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
-        return dot_product_attention(q, k, v, mask, bias)
-
+    # Arguments, and not variables from outside, are what each device gets a part of.
     return lambda q, k, v: compute(q, k, v, mask, relative_bias)
 
 
@@ -449,8 +442,8 @@ def token_metrics(
 
     The losses are the cross entropy, log Z minus the logit of the target, and, as in Mesh
     TensorFlow, the z-loss, z_loss * (log Z)^2, which keeps the logits near zero. Label
-    smoothing shares some probability of the target token equally among all others. Like
-    T5X, the entropy of the smoothed target is subtracted.
+    smoothing shares some probability of the target token equally among all others. As in
+    T5X, the entropy of the smoothed target is subtracted, so the lowest loss is 0.
 
     logits [B, T, V] float32, targets [B, T]. Returns {metric: array [B, T]}.
     """
@@ -500,7 +493,7 @@ def loss_sums(
 
 
 def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
-    """Sum the training loss over the target tokens of a batch. Return it with a dict.
+    """Return the sum of the training loss over the target tokens, and a dict of sums.
 
     The loss is the cross entropy plus the z-loss in nats. To get a mean,
     train.accumulate_gradients divides it by the number of tokens. The sums in the dict
@@ -550,6 +543,20 @@ def dense(x: Array, w: Array) -> Array:
     return x @ w
 
 
+def fastest_attention(
+    q: Array, k: Array, v: Array, mask: Array, bias, model_cfg: ModelConfig
+) -> Array:
+    """Compute dot_product_attention, by a kernel if --model.attention_impl says so."""
+    if resolve_auto(model_cfg).attention_impl == "kernel":
+        from extras import attention_kernel  # equal up to rounding
+
+        return attention_kernel.attend(q, k, v, mask, bias)
+    if bias is not None and partition.platform() == "cpu":
+        # All rows have the same bias. A product has a faster gradient than a sum.
+        bias = jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
+    return dot_product_attention(q, k, v, mask, bias)
+
+
 def attend_on_each_device(compute: Callable) -> Callable:
     """Let each device attend for its own rows and heads, without communication."""
     if get_abstract_mesh().empty:
@@ -597,8 +604,9 @@ def apply_layers(
         w, rng = weights_and_rng
         return layer(gather_weights(stack_name, w, model_cfg), x, rng), None
 
-    # A loop copies the weights of each layer out of the stacked arrays. Unrolling makes a
-    # step faster on a TPU or GPU, but takes longer to compile.
+    # lax.scan calls `body` for each layer, and passes x on. This loop copies the weights
+    # of a layer out of the stacked arrays. Unrolling makes a step faster on a TPU or GPU,
+    # but takes longer to compile.
     unroll = partition.platform() != "cpu" and depth <= 24 and model_cfg.d_model <= 2048
     # If the loop is unrolled, a barrier keeps XLA from saving what is recomputed.
     body = jax.checkpoint(

@@ -248,6 +248,7 @@ def read_shard(header: dict) -> np.ndarray:
 def read_slice(headers: list[dict], index: tuple, loaded: dict) -> np.ndarray:
     """Assemble one slice of an array from the shards that overlap with it.
 
+    If the slice is 2 to 6, and a shard holds 4 to 8, then out[2:4] is shard[0:2].
     index: a slice of each dimension. loaded: shards that were read before, by number.
     """
     wanted = [i.indices(n)[:2] for i, n in zip(index, headers[0]["shape"])]

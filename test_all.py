@@ -1016,12 +1016,12 @@ def test_other_commands_take_the_settings_from_the_run(tmp_path, tables):
      ("--init_from runs/other", "init_from")],
 )  # fmt: skip
 def test_a_run_is_resumed_with_the_same_settings_only(flags, refused, tmp_path):
-    with pytest.raises(UserError, match="new is not a run"):
-        train.parse(["--run_dir", f"{tmp_path}/new"])
     configs.save_run(configs.RECIPES["tiny"], tmp_path)
     argv = ["--run_dir", str(tmp_path), *flags.split()]
-    if "init_from" not in flags:
-        train.parse(argv)  # Without a checkpoint, the run begins again.
+    # A run without a checkpoint begins again, and may have other settings.
+    train.parse([*argv[:2], "--config", "tiny", "--train.seed", "1"])
+    with pytest.raises(UserError, match="no checkpoint"):
+        train.parse(argv[:2])
     marker = tmp_path / "checkpoints/step_00000010/complete"
     configs.write_file(marker, "1")
     with pytest.raises(UserError, match=refused) if refused else contextlib.nullcontext():
@@ -1040,8 +1040,8 @@ def test_init_from_takes_the_network_and_the_vocabulary_of_the_other_run(tmp_pat
         with pytest.raises(UserError, match=flag.split()[0][2:]):
             train.parse(argv + flag.split())
     configs.save_run(options.cfg, tmp_path / "new", init_from=f"{tmp_path}/")
-    assert train.parse(argv[2:4]) == replace(options, config="", init_from=f"{tmp_path}/")
     configs.write_file(tmp_path / "new/checkpoints/step_00000010/complete", "1")
+    assert train.parse(argv[2:4]) == replace(options, config="", init_from=f"{tmp_path}/")
     train.parse(argv)  # Another spelling is not another run.
 
 
@@ -2231,7 +2231,7 @@ def test_results_do_not_depend_on_the_batch_or_the_mesh(mode, decode):
         cfg = change(data=dict(targets_length=6), decode=batches, mesh=mesh)
         partition.set_mesh(cfg, jax.devices()[:devices])
         args = place(weights, cfg), cfg
-        return [x for group in groups for x in infer.process_examples(*args, group, mode)]
+        return [x for group in groups for x in infer.process_requests(*args, group, mode)]
 
     found = results([examples], 8, model=2), results([[x] for x in examples], 1)
     if mode == "predict":
@@ -2246,17 +2246,17 @@ def test_the_id_0_is_padding_wherever_it_stands():
     pairs = ([5, 6, 7, 1], [8, 9, 1]), ([5, 6, 7, 1, 0, 0], [8, 9, 1, 0])
     examples = [infer.Request(*pair) for pair in pairs]
     for mode in ("predict", "score", "encode"):
-        results = list(infer.process_examples(params, cfg, examples, mode))
+        results = list(infer.process_requests(params, cfg, examples, mode))
         assert_equal(*results)
     inner = infer.Request([5, 0, 6, 1], [8, 0, 9, 1])
     batch = pad_batch([inner.inputs], [inner.targets], 4, 4)
     hidden = np.int32([[1, 0, 1, 1]])  # no query may see the key of the id 0
     batch = batch._replace(input_segments=hidden, target_segments=hidden)
-    (found,) = infer.process_examples(params, cfg, [inner], "score")
+    (found,) = infer.process_requests(params, cfg, [inner], "score")
     assert_allclose(found, infer.score(params, batch, cfg.model)[0], rtol=1e-5)
     with pytest.raises(UserError, match="padding"):  # softmax over no key at all
         empty = infer.Request([0, 0], [1])
-        next(infer.process_examples(params, cfg, [inner, empty]))
+        next(infer.process_requests(params, cfg, [inner, empty]))
 
 
 def test_beams_without_an_output_are_left_out():
@@ -2264,7 +2264,7 @@ def test_beams_without_an_output_are_left_out():
     decode = dict(beams=8, num_return=8, max_length=1)
     cfg = change(model=dict(vocab_size=5), decode=decode)
     request = infer.Request([2, 3, 1])
-    (found,) = infer.process_examples(make_params(cfg), cfg, [request])
+    (found,) = infer.process_requests(make_params(cfg), cfg, [request])
     fields = infer.result_fields({"inputs": [2]}, found, cfg, None, "predict")
     assert fields["predictions"] == [[]] and len(fields["scores"]) == 1
 
@@ -2424,7 +2424,7 @@ def test_tasks_are_answered_as_they_are_trained(answer, monkeypatch):
         seen.extend(examples)
         return iter([([[5]], [0.0])] * len(seen))
 
-    monkeypatch.setattr(infer, "process_examples", record)
+    monkeypatch.setattr(infer, "process_requests", record)
     for name, eos in (("with", True), ("without", False)):
         task = data.Task("jsonl:task.jsonl", eos_in_inputs=eos)
         monkeypatch.setitem(data.TASKS, name, task)
@@ -2717,7 +2717,7 @@ def test_the_loss_of_a_split_is_that_of_all_its_examples(evaluated, monkeypatch)
 
 def test_the_first_example_of_a_batch_is_shown(monkeypatch):
     pairs = [(np.array(a), np.array(b)) for a, b in (([60, 61], [62]), ([70], [71, 72]))]
-    monkeypatch.setattr(infer, "process_examples", lambda *_: iter([([[63]], [0.0])]))
+    monkeypatch.setattr(infer, "process_requests", lambda *_: iter([([[63]], [0.0])]))
     for rows in ([pairs[:1], pairs[1:]], [pairs, []]):  # one in each row, or packed
         batch = data.fill_rows(rows, (4, 4))
         shown = evaluate.held_out_example(None, BYTES, batch, TOKENIZER)
@@ -3126,21 +3126,22 @@ def wait_for_step(run_dir, step, processes):
         time.sleep(0.02)
 
 
-SLOW_RUN = (
-    *("train.py", "--config", "tiny", "--train.steps", 30, "--train.log_every", 1),
+SLOW_RUN = (  # Its ids are the bytes of a small file.
+    *("train.py", "--config", "tiny", "--data.source", f"text:{HERE}/README.md"),
+    *("--data.vocab", "bytes", "--train.steps", 30, "--train.microbatches", 1),
     *("--train.save_every", 10, "--train.eval_every", 15, "--train.eval_batches", 2),
-    *("--model.dropout", 0.1),
+    *("--train.log_every", 1, "--model.dropout", 0.1),
 )
 
 
-def train_processes(*args, folders=(HERE, HERE)):
+def train_processes(*args, folders=(HERE, HERE), optimized=True):
     """Start two processes that train together."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     flags = "--distributed.coordinator", address, "--distributed.processes", 2
     args = HERE / SLOW_RUN[0], *SLOW_RUN[1:], *args, *flags, "--distributed.process"
-    return [start(*args, i, cwd=f, optimized=True) for i, f in enumerate(folders)]
+    return [start(*args, i, cwd=f, optimized=optimized) for i, f in enumerate(folders)]
 
 
 def assert_same_runs(a, b):
@@ -3197,8 +3198,9 @@ def test_two_processes_with_different_settings_or_folders_do_not_train(what, tmp
         configs.write_file(folder / "book.txt", text)
     run_dir = "run" if what == "folder" else tmp_path / "run"
     flags = "--run_dir", run_dir, "--data.source", "text:book.txt"
-    flags += "--data.vocab", "train:100", "--distributed.timeout", 20
-    processes = train_processes(*flags, folders=folders)
+    flags += "--data.vocab", "train:100", "--distributed.timeout", 10
+    flags += "--train.save_every", 1
+    processes = train_processes(*flags, folders=folders, optimized=False)
     if what == "flags":
         processes[1].kill()
         processes[1] = start(*processes[1].args[1:], "--train.seed", 1)
@@ -3863,7 +3865,7 @@ WRONG = [
     ("train --config small_t0 --train.start_step 0", "--data.source seqio"),
     ("train --data.vocab none.model", "none.model"),
     ("train --init_from hf", "convert.py"),  # a folder of Hugging Face
-    ("train --run_dir nothing", "nothing is not a run"),
+    ("train --run_dir nothing", "nothing has no checkpoint"),
     ("train --config tiny --run_dir hf", "convert.py"),
     ("train --config empty.py", "empty.py.*CONFIG"),
     ("data --run_dir nothing", "nothing"),
@@ -3929,4 +3931,5 @@ def test_fork_trains(name, tmp_path):
     """Each fork trains three steps of `tiny`, and then decodes a held-out example."""
     run = types.SimpleNamespace(**runpy.run_path(HERE / "forks/run.py"))
     tree = run.clone(name, tmp_path)
-    assert 0 < run.held_out_loss(tree, tmp_path / "run", steps=3, seed=0) < 10
+    flags = "--data.source", f"text:{HERE}/README.md", "--data.vocab", "bytes"
+    assert 0 < run.held_out_loss(tree, tmp_path / "run", 3, 0, *flags) < 10

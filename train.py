@@ -2,7 +2,7 @@
 
 A run writes checkpoints, config.json and metrics.jsonl to its folder. To continue a run
 that was stopped or killed, run the same command again. On the same CPUs, the result is
-that of a run that was never stopped, bit for bit. (GPUs and TPUs have not been compared.)
+that of a run that was never stopped, bit for bit.
 
     python train.py                      train `tiny` in a minute or two on a CPU
     python train.py --config small_c4 --data.source 'text:corpus/*.txt.gz'
@@ -19,7 +19,6 @@ import json
 import math
 import signal
 import time
-from argparse import Namespace
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -67,7 +66,8 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
         "constant": train_cfg.learning_rate,
         # rises from 0 to 1 during the warmup
         "linear_warmup": jnp.minimum(1.0, step / warmup),
-        # rises from 0 to learning_rate during the warmup, and then falls linearly
+        # rises from 0 to learning_rate during the warmup, and then falls linearly: use it
+        # without "constant"
         "linear_decay": train_cfg.learning_rate
         * jnp.minimum(step / warmup, 1 + train_cfg.decay_factor * (warmup - step)),
         # 1 / sqrt(warmup) during the warmup, and then 1 / sqrt(step)
@@ -132,6 +132,7 @@ def adafactor(rate: Array, train_cfg: TrainConfig) -> optax.GradientTransformati
 
 
 def adamw(rate: Array, train_cfg: TrainConfig) -> optax.GradientTransformation:
+    # Unlike that of Adafactor, its weight decay is multiplied by the rate.
     return optax.adamw(rate, weight_decay=train_cfg.weight_decay)
 
 
@@ -453,8 +454,9 @@ class Evaluator:
 def abstract_state(cfg: Config) -> TrainState:
     """Return the shapes and shardings of a TrainState, without creating arrays.
 
-    An array of the optimizer with the name and shape of a parameter is split like it. All
-    others, such as Adafactor's v_row and v_col, are small: every device has a copy.
+    An array of the optimizer whose name ends with that of a parameter, and which has its
+    shape, is split like it. All others, such as Adafactor's v_row and v_col, are small:
+    every device has a copy.
     """
     params = partition.flatten(model.param_table(cfg.model))
 
@@ -467,7 +469,7 @@ def abstract_state(cfg: Config) -> TrainState:
         sharding = partition.spec(axes, cfg.mesh.fsdp)  # on the current mesh
         return jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding)
 
-    shapes = jax.eval_shape(partial(init_state, cfg))
+    shapes = jax.jit(init_state, static_argnums=0).eval_shape(cfg)
     return jax.tree.map_with_path(with_sharding, shapes)
 
 
@@ -493,12 +495,13 @@ def lower_step(cfg: Config, mesh: Mesh) -> tuple[TrainState, jax.stages.Lowered]
 
         compiler_options = tpu_options.compiler_options()
     jitted_step = jax.jit(
-        partial(train_step, cfg),
-        donate_argnums=0,  # The new state overwrites the memory of the old state.
+        train_step,
+        static_argnums=0,
+        donate_argnums=1,  # The new state overwrites the memory of the old state.
         out_shardings=(jax.tree.map(lambda a: a.sharding, state), None),
         compiler_options=compiler_options,
     )
-    return state, jitted_step.lower(state, batch)
+    return state, jitted_step.lower(cfg, state, batch)
 
 
 def load_state(
@@ -508,7 +511,7 @@ def load_state(
     if checkpoint and (resumes or cfg.train.restore == "all"):
         return partition.load_arrays(checkpoint, abstract)
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    state = jax.jit(partial(init_state, cfg), out_shardings=shardings)()
+    state = jax.jit(init_state, static_argnums=0, out_shardings=shardings)(cfg)
     if checkpoint:
         loaded = partition.load_arrays(checkpoint, {"params": abstract.params})
         state = state._replace(**loaded)
@@ -599,32 +602,35 @@ class Options(configs.Options):
     init_from: str = ""  # the run or checkpoint with whose weights a new run starts
 
 
-# Where the settings of a run come from:
-# - The run has a checkpoint, and is resumed: --config if given, else its config.json.
-#   Only the settings in configs.CHANGEABLE may differ from config.json.
-# - It has none, as it was killed early, and --run_dir is given without --config: its
-#   config.json. Flags may change them.
-# - It is new: --config. With --init_from, network and vocabulary are those of that run.
-#   Flags may change all others.
-
-
 def parse(argv: list[str] | None = None) -> Options:
-    """Parse the flags, which change the settings of a run or of a recipe."""
+    """Parse the flags, which change the settings of a recipe or of a run.
+
+    A folder with a checkpoint is a run, and is resumed, with the settings of --config if
+    that is given, else of its config.json. Only the settings in configs.CHANGEABLE may
+    differ from config.json. A new run has the settings of --config. With --init_from,
+    its network and vocabulary are those of that run, and flags must not change them.
+    """
     flags = configs.location_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
-    if partition.Checkpoints(run_dir).steps():
-        return parse_resumed(flags, run_dir, argv)
-    return parse_new(flags, run_dir, argv)
-
-
-def parse_resumed(flags: Namespace, run_dir: str, argv: list[str] | None) -> Options:
-    """Take the settings of --config, or else of the run, which they must equal."""
-    stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
-    cfg, init_from = stored, metadata["init_from"]
-    if flags.config:
-        cfg = configs.load_recipe(flags.config)
-        if init_from:  # It gave the network, and may be gone: `stored` has a copy.
-            cfg = configs.with_network_of(cfg, stored)
+    resumes = bool(partition.Checkpoints(run_dir).steps())
+    if resumes:
+        stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
+        init_from = metadata["init_from"]
+    else:
+        init_from = flags.init_from
+        if flags.run_dir and not flags.config:
+            raise UserError(f"{run_dir} has no checkpoint: a new run needs --config.")
+        if (configs.to_path(run_dir) / "config.json").exists():
+            configs.load_run(run_dir)  # refuses a folder of Hugging Face
+    if flags.config or not resumes:
+        cfg = configs.load_recipe(flags.config or "tiny")
+    else:
+        cfg = stored
+    if (
+        init_from
+    ):  # It may be gone when the run resumes, which has a copy of its settings.
+        origin = stored if resumes else configs.load_run(init_from)[0]
+        cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.parse_flags(options, argv)
     if configs.to_path(options.init_from) != configs.to_path(init_from):
@@ -632,32 +638,11 @@ def parse_resumed(flags: Namespace, run_dir: str, argv: list[str] | None) -> Opt
             f"{run_dir} began with {init_from or 'random weights'}: leave out "
             f"--init_from, or name another --run_dir."
         )
-    configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
-    return options
-
-
-def parse_new(flags: Namespace, run_dir: str, argv: list[str] | None) -> Options:
-    """Take a recipe, or the settings of a run that has no checkpoint yet.
-
-    Network and vocabulary come from --init_from.
-    """
-    init_from = flags.init_from
-    if flags.run_dir and not flags.config:  # It was killed before its first checkpoint.
-        cfg, metadata = configs.load_run_and_tasks(run_dir)
-        init_from = init_from or metadata["init_from"]
-    else:
-        cfg = configs.load_recipe(flags.config or "tiny")
-        if (configs.to_path(run_dir) / "config.json").exists():
-            configs.load_run(run_dir)  # refuses a folder of Hugging Face
-    if not init_from:
-        return configs.parse_flags(Options(cfg, flags.config, run_dir), argv)
-    origin, _ = configs.load_run(init_from)
-    cfg = configs.with_network_of(cfg, origin)
-    options = Options(cfg, flags.config, run_dir, init_from=init_from)
-    options = configs.parse_flags(options, argv)
-    # Flags must not change the network or the vocabulary.
-    wanted = configs.with_network_of(options.cfg, origin)
-    configs.refuse_differences(options.cfg, wanted, [], init_from)
+    if resumes:
+        configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
+    elif init_from:
+        wanted = configs.with_network_of(options.cfg, origin)
+        configs.refuse_differences(options.cfg, wanted, [], init_from)
     return options
 
 

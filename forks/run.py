@@ -34,7 +34,7 @@ def clone(name: str, folder: Path) -> Path:
     return tree
 
 
-def held_out_loss(tree: Path, run: Path, steps: int, seed: int) -> float:
+def held_out_loss(tree: Path, run: Path, steps: int, seed: int, *other_flags) -> float:
     """Train the clone, or only read the metrics if its run has ended."""
     metrics = run / "metrics.jsonl"
     if not metrics.exists() or LOSS not in metrics.read_text():
@@ -43,6 +43,7 @@ def held_out_loss(tree: Path, run: Path, steps: int, seed: int) -> float:
         command = [sys.executable, "train.py", "--config", "tiny", "--run_dir", str(run)]
         for name, value in flags.items():
             command += [f"--train.{name}", str(value)]
+        command += other_flags
         subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, check=True)
     lines = map(json.loads, metrics.read_text().splitlines())
     return next(line[LOSS] for line in lines if LOSS in line)
