@@ -1,4 +1,4 @@
-"""Test plain T5: first the lessons, then all else, file by file.
+"""Test plain T5: helpers, then the lessons, then all else, file by file.
 
 A lesson is a short test that explains one idea, and checks it against a slow version in
 plain Python or a result by hand. The other tests compare plain T5 with recorded results of
@@ -127,6 +127,185 @@ def assert_close(a, b, tolerance=1e-5):
 def assert_equal(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+# ---- helpers: models, files and commands -----------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def loss_and_gradients(params, batch, cfg):
+    """Return ((loss, sums), gradients) of model.loss_fn."""
+    return jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch, cfg)
+
+
+def place(params, cfg):
+    """Put parameters on the devices of the current mesh."""
+    table = model.param_table(cfg.model)
+    specs = jax.tree.map(lambda p: partition.spec(p.axes, cfg.mesh.fsdp), table)
+    return jax.device_put(params, specs)
+
+
+def recorded(name):
+    """Open a recorded result of T5X: a member of assets/t5x_cases.zip."""
+    return zipfile.ZipFile(HERE / "assets/t5x_cases.zip").open(name)
+
+
+def unflatten(arrays):
+    """{"params/embed": array} becomes {"embed": array}."""
+    return flax.traverse_util.unflatten_dict(arrays, sep="/")["params"]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"jsonl:{path}"
+
+
+def write_pairs(path, count, first=0):
+    """Write pairs of which no two have equal inputs."""
+    rng = np.random.default_rng(first)
+    texts = [f"{first + i}" + "x" * rng.integers(1, 20) for i in range(count)]
+    rows = [{"inputs": x, "targets": "y" * (i % 9)} for i, x in enumerate(texts)]
+    return write_jsonl(path, rows)
+
+
+@contextlib.contextmanager
+def own_tables():
+    """Forget the tasks, mixtures and vocabulary that are added within."""
+    tables = configs.TASKS, configs.MIXTURES
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        configs.VOCABULARY = None
+        for table, entries in zip(tables, before):
+            table.clear()
+            table.update(entries)
+
+
+@pytest.fixture
+def tables():
+    with own_tables():
+        yield
+
+
+def hf_state(m, seed=0):
+    """Return {name in PyTorch: random float32 array} of a model."""
+    rng, state = np.random.default_rng(seed), {}
+
+    def add(name, *shape):
+        noise = rng.standard_normal(shape, dtype=np.float32)
+        state[f"{name}.weight"] = 1 + noise / 10 if "norm" in name else noise / 5
+
+    def attention(place, has_biases):
+        for name in "qkv":
+            add(f"{place}.{name}", m.num_heads * m.d_kv, m.d_model)
+        add(f"{place}.o", m.d_model, m.num_heads * m.d_kv)
+        if has_biases:
+            add(f"{place}.relative_attention_bias", m.relative_buckets, m.num_heads)
+
+    gated = m.activation.startswith("gated")
+    add("shared", m.vocab_size, m.d_model)
+    for stack, depth in (("encoder", m.num_layers), ("decoder", m.num_decoder_layers)):
+        parts = ["SelfAttention", "EncDecAttention", "DenseReluDense"]
+        parts = parts if stack == "decoder" else parts[::2]
+        for i, (number, part) in itertools.product(range(depth), enumerate(parts)):
+            place = f"{stack}.block.{i}.layer.{number}"
+            add(f"{place}.layer_norm", m.d_model)
+            if part == "DenseReluDense":
+                for name in ("wi_0", "wi_1") if gated else ("wi",):
+                    add(f"{place}.{part}.{name}", m.d_ff, m.d_model)
+                add(f"{place}.{part}.wo", m.d_model, m.d_ff)
+            else:
+                has_biases = part == "SelfAttention" and (i == 0 or m.per_layer_bias)
+                attention(f"{place}.{part}", has_biases)
+        if depth:
+            add(f"{stack}.final_layer_norm", m.d_model)
+    if not m.tied and m.num_decoder_layers:
+        add("lm_head", m.vocab_size, m.d_model)
+    return state
+
+
+def hf_config(m, **more):
+    return {
+        **{name: getattr(m, name) for name in "vocab_size d_model d_ff d_kv".split()},
+        **{name: getattr(m, name) for name in "num_heads num_layers".split()},
+        "num_decoder_layers": m.num_decoder_layers,
+        "model_type": "umt5" if m.per_layer_bias else "t5",
+        "relative_attention_num_buckets": m.relative_buckets,
+        "relative_attention_max_distance": m.relative_max_distance,
+        "feed_forward_proj": m.activation.replace("_", "-"),
+        "dropout_rate": m.dropout,
+        "tie_word_embeddings": m.tied,
+        **{"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
+    } | more
+
+
+def write_model(folder, m, state, kind="safetensors", **more):
+    """Write a model as the libraries safetensors and torch do."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(hf_config(m, **more)))
+    if kind == "pytorch_model.bin":
+        torch = pytest.importorskip("torch")
+        torch.save({name: torch.tensor(a) for name, a in state.items()}, folder / kind)
+    elif kind == "sharded":
+        files = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(state)}
+        for file in sorted(set(files.values())):
+            part = {name: state[name] for name in state if files[name] == file}
+            safetensors.numpy.save_file(part, folder / file)
+        index = folder / "model.safetensors.index.json"
+        index.write_text(json.dumps({"weight_map": files}))
+    else:
+        safetensors.numpy.save_file(state, folder / "model.safetensors")
+    return folder
+
+
+def params_of(weights):
+    """Return the parameters of a convert.LoadedModel, or of a folder, as a nested dict."""
+    weights = convert.read_model(weights) if isinstance(weights, Path) else weights
+    return unflatten(weights.arrays)
+
+
+def start(*args, cwd=HERE, devices=1, optimized=False):
+    """Start a script, and return its process."""
+    args = [sys.executable, *map(str, args)]
+    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
+    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS") if optimized else ():
+        env.pop(name, None)
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    return subprocess.Popen(args, cwd=cwd, env=env, text=True, **pipes)
+
+
+def command(*args, stdin="", **options):
+    """Run a script, such as command("infer.py", "--run_dir", run). Returns its output."""
+    process = start(*args, **options)
+    output, errors = process.communicate(stdin, timeout=600)
+    assert process.returncode == 0, output + errors
+    return output
+
+
+def run(line):
+    """Call main() of a script here, such as run("infer --raw"). Returns its output."""
+    script, *words = line.split()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(io.StringIO()) as output,
+        own_tables(),
+    ):
+        patch.setattr(sys, "argv", [f"{script}.py", *words])
+        patch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
+        patch.setattr(partition, "start_jax", lambda cfg: None)
+        patch.setattr(train, "catch_signals", lambda: lambda step: False)
+        sys.modules[script].main()
+    return output.getvalue()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled(tmp_path_factory):
+    """Compile equal programs once, also in other processes."""
+    folder = str(tmp_path_factory.mktemp("compiled"))
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
+    jax.config.update("jax_compilation_cache_dir", folder)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 # ---- lessons: model, data, train, infer, partition, evaluate, convert ------------------
@@ -727,185 +906,6 @@ def test_lesson_convert_a_tied_model_scales_its_logits():
     assert convert_head(embed, tie_word_embeddings=True) is None
     assert convert_head(head, tie_word_embeddings=False)[0, 0] == 8
     assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
-
-
-# ---- helpers of lessons and other tests ------------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def loss_and_gradients(params, batch, cfg):
-    """Return ((loss, sums), gradients) of model.loss_fn."""
-    return jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch, cfg)
-
-
-def place(params, cfg):
-    """Put parameters on the devices of the current mesh."""
-    table = model.param_table(cfg.model)
-    specs = jax.tree.map(lambda p: partition.spec(p.axes, cfg.mesh.fsdp), table)
-    return jax.device_put(params, specs)
-
-
-def recorded(name):
-    """Open a recorded result of T5X: a member of assets/t5x_cases.zip."""
-    return zipfile.ZipFile(HERE / "assets/t5x_cases.zip").open(name)
-
-
-def unflatten(arrays):
-    """{"params/embed": array} becomes {"embed": array}."""
-    return flax.traverse_util.unflatten_dict(arrays, sep="/")["params"]
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"jsonl:{path}"
-
-
-def write_pairs(path, count, first=0):
-    """Write pairs of which no two have equal inputs."""
-    rng = np.random.default_rng(first)
-    texts = [f"{first + i}" + "x" * rng.integers(1, 20) for i in range(count)]
-    rows = [{"inputs": x, "targets": "y" * (i % 9)} for i, x in enumerate(texts)]
-    return write_jsonl(path, rows)
-
-
-@contextlib.contextmanager
-def own_tables():
-    """Forget the tasks, mixtures and vocabulary that are added within."""
-    tables = configs.TASKS, configs.MIXTURES
-    before = [dict(table) for table in tables]
-    try:
-        yield
-    finally:
-        configs.VOCABULARY = None
-        for table, entries in zip(tables, before):
-            table.clear()
-            table.update(entries)
-
-
-@pytest.fixture
-def tables():
-    with own_tables():
-        yield
-
-
-def hf_state(m, seed=0):
-    """Return {name in PyTorch: random float32 array} of a model."""
-    rng, state = np.random.default_rng(seed), {}
-
-    def add(name, *shape):
-        noise = rng.standard_normal(shape, dtype=np.float32)
-        state[f"{name}.weight"] = 1 + noise / 10 if "norm" in name else noise / 5
-
-    def attention(place, has_biases):
-        for name in "qkv":
-            add(f"{place}.{name}", m.num_heads * m.d_kv, m.d_model)
-        add(f"{place}.o", m.d_model, m.num_heads * m.d_kv)
-        if has_biases:
-            add(f"{place}.relative_attention_bias", m.relative_buckets, m.num_heads)
-
-    gated = m.activation.startswith("gated")
-    add("shared", m.vocab_size, m.d_model)
-    for stack, depth in (("encoder", m.num_layers), ("decoder", m.num_decoder_layers)):
-        parts = ["SelfAttention", "EncDecAttention", "DenseReluDense"]
-        parts = parts if stack == "decoder" else parts[::2]
-        for i, (number, part) in itertools.product(range(depth), enumerate(parts)):
-            place = f"{stack}.block.{i}.layer.{number}"
-            add(f"{place}.layer_norm", m.d_model)
-            if part == "DenseReluDense":
-                for name in ("wi_0", "wi_1") if gated else ("wi",):
-                    add(f"{place}.{part}.{name}", m.d_ff, m.d_model)
-                add(f"{place}.{part}.wo", m.d_model, m.d_ff)
-            else:
-                has_biases = part == "SelfAttention" and (i == 0 or m.per_layer_bias)
-                attention(f"{place}.{part}", has_biases)
-        if depth:
-            add(f"{stack}.final_layer_norm", m.d_model)
-    if not m.tied and m.num_decoder_layers:
-        add("lm_head", m.vocab_size, m.d_model)
-    return state
-
-
-def hf_config(m, **more):
-    return {
-        **{name: getattr(m, name) for name in "vocab_size d_model d_ff d_kv".split()},
-        **{name: getattr(m, name) for name in "num_heads num_layers".split()},
-        "num_decoder_layers": m.num_decoder_layers,
-        "model_type": "umt5" if m.per_layer_bias else "t5",
-        "relative_attention_num_buckets": m.relative_buckets,
-        "relative_attention_max_distance": m.relative_max_distance,
-        "feed_forward_proj": m.activation.replace("_", "-"),
-        "dropout_rate": m.dropout,
-        "tie_word_embeddings": m.tied,
-        **{"decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0},
-    } | more
-
-
-def write_model(folder, m, state, kind="safetensors", **more):
-    """Write a model as the libraries safetensors and torch do."""
-    folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(hf_config(m, **more)))
-    if kind == "pytorch_model.bin":
-        torch = pytest.importorskip("torch")
-        torch.save({name: torch.tensor(a) for name, a in state.items()}, folder / kind)
-    elif kind == "sharded":
-        files = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(state)}
-        for file in sorted(set(files.values())):
-            part = {name: state[name] for name in state if files[name] == file}
-            safetensors.numpy.save_file(part, folder / file)
-        index = folder / "model.safetensors.index.json"
-        index.write_text(json.dumps({"weight_map": files}))
-    else:
-        safetensors.numpy.save_file(state, folder / "model.safetensors")
-    return folder
-
-
-def params_of(weights):
-    """Return the parameters of a convert.LoadedModel, or of a folder, as a nested dict."""
-    weights = convert.read_model(weights) if isinstance(weights, Path) else weights
-    return unflatten(weights.arrays)
-
-
-def start(*args, cwd=HERE, devices=1, optimized=False):
-    """Start a script, and return its process."""
-    args = [sys.executable, *map(str, args)]
-    env = os.environ | {"JAX_NUM_CPU_DEVICES": str(devices)}
-    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS") if optimized else ():
-        env.pop(name, None)
-    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    return subprocess.Popen(args, cwd=cwd, env=env, text=True, **pipes)
-
-
-def command(*args, stdin="", **options):
-    """Run a script, such as command("infer.py", "--run_dir", run). Returns its output."""
-    process = start(*args, **options)
-    output, errors = process.communicate(stdin, timeout=600)
-    assert process.returncode == 0, output + errors
-    return output
-
-
-def run(line):
-    """Call main() of a script here, such as run("infer --raw"). Returns its output."""
-    script, *words = line.split()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(io.StringIO()) as output,
-        own_tables(),
-    ):
-        patch.setattr(sys, "argv", [f"{script}.py", *words])
-        patch.setattr(jax, "devices", lambda *_: jax.local_devices()[:1])
-        patch.setattr(partition, "start_jax", lambda cfg: None)
-        patch.setattr(train, "catch_signals", lambda: lambda step: False)
-        sys.modules[script].main()
-    return output.getvalue()
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled(tmp_path_factory):
-    """Compile equal programs once, also in other processes."""
-    folder = str(tmp_path_factory.mktemp("compiled"))
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder
-    jax.config.update("jax_compilation_cache_dir", folder)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
 # ---- configs ---------------------------------------------------------------------------
