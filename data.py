@@ -326,8 +326,8 @@ def read_documents(files: "list[File]", task: Task, start=(0, 0)) -> Iterator:
                     yield documents, (f, number), characters
                 number, record = number + 1, {}  # An error while reading has no record.
         except Exception as error:
-            where = f"{file.name}, record {number} with the fields {[*record]}"
-            raise UserError(f"{where}: {error!r}") from error
+            error.add_note(f"in {file.name}, record {number} with the fields {[*record]}")
+            raise
 
 
 def texts_of(documents: list[dict], task: Task) -> list:

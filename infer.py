@@ -344,7 +344,7 @@ def generate(
 
     def decode_position(carry):
         t, state, cache = carry
-        # At t = 0, the index is -1: the last position still has PAD, T5's start token.
+        # At t = 0, index -1 is the last position, which still has PAD, T5's start token.
         ids = state.ids[:, :, t - 1]
         logits, cache = decode_step(
             params, model_cfg, ids, t, cache, constants, input_segments, state.ancestors

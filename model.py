@@ -458,7 +458,7 @@ def token_metrics(
         entropy = -(on * math.log(on) + (V - 1) * off * math.log(off))
         all_logits = jnp.sum(logits, axis=-1)
         loss = log_z - (on - off) * target_logit - off * all_logits - entropy
-    # An argmax would be another pass over the logits.
+    # Ties count as correct. An argmax would be another pass over the logits.
     is_largest = target_logit == jnp.max(logits, axis=-1)
     return {
         "cross_ent_loss": loss,
@@ -552,7 +552,8 @@ def fastest_attention(
 
         return attention_kernel.attend(q, k, v, mask, bias)
     if bias is not None and partition.platform() == "cpu":
-        # All rows have the same bias. A product has a faster gradient than a sum.
+        # All rows have the same bias. As a product, its gradient is faster than the sum
+        # over rows of an addition.
         bias = jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
     return dot_product_attention(q, k, v, mask, bias)
 

@@ -1254,7 +1254,7 @@ def test_changed_files_are_refused_on_a_restart(mixture, tmp_path):
 def test_an_error_in_the_background_reaches_the_training_loop(mixture, tmp_path):
     with (tmp_path / "a.train").open("a") as file:
         file.write('{"inputs": "no targets"}\n')
-    with pytest.raises(UserError, match="a.train, record 201.*KeyError"):
+    with pytest.raises(KeyError, match="a.train, record 201"):
         for _ in range(99):
             next(data.Batches(mixture, TOKENIZER))
 
@@ -1351,14 +1351,14 @@ def test_values_that_are_neither_texts_nor_ids_are_refused(ids):
         ("text", gzip.compress(b"one\n" * 9999, mtime=0)[:-9], "train.gz"),
         ("jsonl", b'{"inputs": "a", "targets": "b"}\n\n{"inputs"', "train:3 "),
         ("jsonl", b'["inputs"]', "train:1 "),
-        ("jsonl", b'{"inputs": "a", "target": "b"}', "record 1.*'target'.*KeyError"),
-        ("jsonl", b'{"inputs": "a", "targets": null}', "record 1.*NoneType"),
-        ("jsonl", b'{"inputs": "a", "targets": 7}', "record 1.*int"),
-        ("jsonl", b'{"inputs": "\\ud800", "targets": ""}', "record 1.*surrogates"),
+        ("jsonl", b'{"inputs": "a", "target": "b"}', "(?s)'targets'.*record 1.*'target'"),
+        ("jsonl", b'{"inputs": "a", "targets": null}', "(?s)NoneType.*record 1"),
+        ("jsonl", b'{"inputs": "a", "targets": 7}', "(?s)int.*record 1"),
+        ("jsonl", b'{"inputs": "\\ud800", "targets": ""}', "(?s)surrogates.*record 1"),
         ("csv", b"inputs,targets\na,b\nc\n", "train:3 has 1 values"),
         ("csv", b"inputs,targets\na,b,c\n", "train:2 has 3 values"),
-        ("csv", b'inputs,targets\na,"b\n', "train.*end of data"),
-        ("csv", b'inputs,targets\na,b\n"a"b,c\n', "record 2.*expected after"),
+        ("csv", b'inputs,targets\na,"b\n', "(?s)end of data.*train"),
+        ("csv", b'inputs,targets\na,b\n"a"b,c\n', "(?s)expected after.*record 2"),
         ("csv", b"a,a\nb,c\n", "train:2 has 2 values"),
         ("tsv", b"inputs\ttargets\na,b\n", "train:2 has 1 values"),
         ("parquet", b"PAR1 damaged", "train, record 1"),
@@ -1372,7 +1372,7 @@ def test_a_damaged_example_stops_the_run_and_is_named(kind, content, message, tm
     task = "span_corruption" if kind == "text" else "text_to_text"
     source = f"{kind}:{tmp_path}/{{split}}{end}"
     cfg = change(BYTES, data=dict(source=source, task=task))
-    with pytest.raises(UserError, match=message):
+    with pytest.raises((UserError, Exception), match=message):
         next(data.Batches(cfg, TOKENIZER))
 
 
@@ -2587,7 +2587,7 @@ def test_the_target_must_be_one_of_different_choices(row, correct):
 
 
 def test_the_loss_is_a_mean_over_all_tokens_of_all_batches():
-    """content_loss leaves out EOS and sentinels. A uniform model needs log2(V) bits."""
+    """content_loss leaves out EOS and sentinels. A uniform model needs log V nats."""
     settings = dict(vocab="bytes", extra_ids=20, task="x")
     cfg = change(model=dict(vocab_size=300), data=settings)
     tokenizer, texts = data.load_tokenizer(cfg), ["aé", "b", "abc<extra_id_0>de"]
@@ -3134,14 +3134,14 @@ SLOW_RUN = (  # Its ids are the bytes of a small file.
 )
 
 
-def train_processes(*args, folders=(HERE, HERE), optimized=True):
+def train_processes(*args, folders=(HERE, HERE)):
     """Start two processes that train together."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
     flags = "--distributed.coordinator", address, "--distributed.processes", 2
     args = HERE / SLOW_RUN[0], *SLOW_RUN[1:], *args, *flags, "--distributed.process"
-    return [start(*args, i, cwd=f, optimized=optimized) for i, f in enumerate(folders)]
+    return [start(*args, i, cwd=f) for i, f in enumerate(folders)]
 
 
 def assert_same_runs(a, b):
@@ -3170,8 +3170,7 @@ def test_killed_runs_end_like_an_uninterrupted_run(tmp_path):
 @slow
 def test_two_processes_are_resumed_as_one(tmp_path):
     """All processes save after the same step, although one of them gets the signal."""
-    in_one = dict(devices=2, optimized=True)
-    command(*SLOW_RUN, "--run_dir", tmp_path / "straight", **in_one)
+    command(*SLOW_RUN, "--run_dir", tmp_path / "straight", devices=2)
     for number in (signal.SIGKILL, signal.SIGTERM):
         run_dir = tmp_path / number.name
         processes = train_processes("--run_dir", run_dir)
@@ -3184,7 +3183,7 @@ def test_two_processes_are_resumed_as_one(tmp_path):
             assert partition.Checkpoints(run_dir).steps()[-1] >= 15
         (last,) = partition.Checkpoints(run_dir).steps()[-1:]
         assert len(shard_bytes(run_dir, last)) == 3  # with the file `complete`
-        command(*SLOW_RUN, "--run_dir", run_dir, **in_one)
+        command(*SLOW_RUN, "--run_dir", run_dir, devices=2)
         assert_same_runs(run_dir, tmp_path / "straight")
 
 
@@ -3200,7 +3199,7 @@ def test_two_processes_with_different_settings_or_folders_do_not_train(what, tmp
     flags = "--run_dir", run_dir, "--data.source", "text:book.txt"
     flags += "--data.vocab", "train:100", "--distributed.timeout", 10
     flags += "--train.save_every", 1
-    processes = train_processes(*flags, folders=folders, optimized=False)
+    processes = train_processes(*flags, folders=folders)
     if what == "flags":
         processes[1].kill()
         processes[1] = start(*processes[1].args[1:], "--train.seed", 1)
@@ -3856,9 +3855,12 @@ def test_the_eight_scripts_need_no_other_file(tmp_path, monkeypatch):
 
 # (command, what its message names). The files are those of the test.
 WRONG = [
-    ("train --data.source jsonl:pairs.jsonl", "pairs.jsonl.*text"),
+    ("train --data.source jsonl:pairs.jsonl", "text.*pairs.jsonl"),
     ("train --data.source text:cut.txt.gz", "cut.txt.gz"),
-    ("train --data.task text_to_text --data.source tsv:qa.tsv", "qa.tsv.*question"),
+    (
+        "train --data.task text_to_text --data.source tsv:qa.tsv",
+        "inputs.*qa.tsv.*question",
+    ),
     ("train --data.task text_to_text", "source"),
     ("train --data.task glue_rte_v2", "glue_rte_v2"),
     ("train --config small_c4 --data.tfds_dir .", "c4/en"),
@@ -3902,7 +3904,8 @@ def test_a_wrong_command_names_what_is_wrong(
     Path("hf/config.json").write_text('{"model_type": "t5"}')
     with pytest.raises((SystemExit, Exception)) as error:
         run(wrong.replace("RUN", str(pretrained)))
-    said = f"{error.value} {capsys.readouterr().err}"
+    notes = getattr(error.value, "__notes__", "")
+    said = f"{error.value} {capsys.readouterr().err} {notes}"
     assert re.search(named, said, re.DOTALL), said
 
 

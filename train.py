@@ -626,9 +626,8 @@ def parse(argv: list[str] | None = None) -> Options:
         cfg = configs.load_recipe(flags.config or "tiny")
     else:
         cfg = stored
-    if (
-        init_from
-    ):  # It may be gone when the run resumes, which has a copy of its settings.
+    if init_from:
+        # When a run resumes, the other one may be gone, so it has a copy of the settings.
         origin = stored if resumes else configs.load_run(init_from)[0]
         cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
