@@ -3234,7 +3234,7 @@ FAMILIES = {
      ("T5 1.0", "pytorch_model.bin"), ("UMT5", "pytorch_model.bin"),
      ("UL2", "sharded")],
 )  # fmt: skip
-def test_hugging_face_and_back(family, kind, tmp_path):
+def test_hugging_face_and_back(family, kind, tmp_path, capsys):
     m = replace(SMALL.model, dtype="auto", relative_buckets=20, **FAMILIES[family])
     state = hf_state(m)
     source = write_model(tmp_path / "hf", m, state, kind)
@@ -3248,6 +3248,15 @@ def test_hugging_face_and_back(family, kind, tmp_path):
     assert hf_config(m).items() <= config.items()
     again = convert.read_model(tmp_path / "back")
     assert again.cfg.model == m and (again.tokenizer is not None) == (family == "ByT5")
+    assert again.cfg.data.extra_ids == (0 if family == "ByT5" else 100)
+    assert "tie_word_embeddings" not in capsys.readouterr().out  # no note about versions
+
+
+def test_an_encoder_has_no_output_matrix_although_it_is_not_tied(tmp_path):
+    """The encoder of a T5 1.1 keeps this field of the complete model."""
+    m = replace(SMALL.model, dtype="auto", num_decoder_layers=0, tied=True)
+    source = write_model(tmp_path / "hf", m, hf_state(m), tie_word_embeddings=False)
+    assert convert.read_model(source).cfg.model == m
 
 
 def of_transformers(folder, kind):
