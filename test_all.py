@@ -2931,6 +2931,13 @@ def test_a_step_with_dropout_microbatches_and_loss_divisor():
     assert new.step == 8
 
 
+def test_the_divisor_of_a_single_target_token_is_one():
+    params, batch = make_params(SMALL), make_batch(SMALL, [(5, 1)])
+    mean, _ = gradients(params, batch, SMALL, None)
+    _, of_sum = loss_and_gradients(params, batch, SMALL)
+    assert_close(mean, of_sum)
+
+
 def test_rows_that_the_devices_cannot_share_are_refused():
     for microbatches, devices in ((2, 8), (3, 1)):
         cfg = change(train=dict(microbatches=microbatches))

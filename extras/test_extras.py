@@ -202,6 +202,7 @@ def test_recipes_have_the_settings_of_t5x():
         train = dict(learning_rate=1e-3, schedule="constant", z_loss=1e-4)
         train |= dict(eval_batches=0, keep=0)  # all held-out examples, all checkpoints
         assert finetune == change(finetune, model=dict(dropout=0.1), train=train)
+    assert (configs.FINETUNE.predict_every, configs.FINETUNE.save_every) == (1000, 5000)
 
 
 def test_a_command_finds_the_tasks_of_extras_by_their_names():
