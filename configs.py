@@ -60,9 +60,9 @@ class ModelConfig:
     dropout: float = 0.0  # dropped fraction: 0 to pretrain T5 1.1, 0.1 to fine-tune
     # dtype of the activations; auto is float32 on a CPU, else bfloat16
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    # rematerialization: what the backward pass computes again, to save memory. none:
-    # nothing; dots: all but products with weights and attention kernels; full: all but
-    # attention kernels
+    # rematerialization: what is saved for the backward pass, which computes the rest
+    # again. none: everything; dots: products with weights, and the outputs of attention
+    # kernels; full: only these outputs, which needs the least memory
     remat: Literal["dots", "none", "full"] = "dots"
     # xla: the code of model.py; kernel: one of extras/, or xla if none fits the device,
     # the dtype or the shapes; auto: xla on a CPU, else kernel

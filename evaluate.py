@@ -39,10 +39,10 @@ def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> tupl
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
     x = model.encode_and_decode(params, batch, cfg.model)
 
-    def sums(weights):
+    def sums_with(weights):
         return model.loss_sums(params, x, batch.targets, weights, cfg)[1]
 
-    return sums(model.target_weights(batch)), sums(is_content)
+    return sums_with(model.target_weights(batch)), sums_with(is_content)
 
 
 def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:

@@ -272,9 +272,9 @@ def extend_beams(state: BeamState, log_probs: Array, t, *, decode_cfg) -> BeamSt
 
     live_scores, live = lax.top_k(scores + jnp.where(ends, NEG_INF, 0.0), N)
     live_parents = gather_beams(parents, live)
-    # A new beam reads what its parent read, then its own keys. JAX leaves out a write to
-    # t + 1 == T.
+    # A new beam reads what its parent read, then its own keys.
     ancestors = gather_beams(state.ancestors, live_parents)
+    # In the last step, t + 1 is T, and JAX leaves out the write.
     ancestors = ancestors.at[:, :, t + 1].set(jnp.arange(N))
 
     new_scores = scores / length_penalty(t + 1.0, decode_cfg)

@@ -255,7 +255,7 @@ def train_loop(
         last_step = step if stop_now else steps  # saved, too, unless save_every is 0
         save_now = is_due(train_cfg.save_every, step, last_step)
         log_now = is_due(train_cfg.log_every, step, steps)
-        if log_now or save_now:  # A checkpoint must not have NaN.
+        if log_now or save_now:  # Do not save what a gradient of NaN has changed.
             metrics = jax.device_get(metrics)
             refuse_infinite(metrics, step)
         if log_now:
