@@ -20,9 +20,9 @@ Comments and einsums use these letters for the shapes:
 `batch` is a data.Batch, `w` the weights of a layer or of its attention or MLP, `attend` a
 function (q, k, v), and `rng` a random key for dropout, or None without dropout.
 
-To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w, and
-apply_layers(layer, x, ...) as `for w in layers: x = layer(w, x, rng)`.
-@attend_on_each_device changes no result, and resolve_auto replaces "auto".
+To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w,
+fastest_attention as dot_product_attention, and apply_layers(layer, x, ...) as `for w in
+layers: x = layer(w, x, rng)`. @attend_on_each_device changes no result.
 
     >>> from configs import RECIPES
     >>> count_params(param_table(RECIPES["small_c4"].model))
