@@ -3204,7 +3204,7 @@ def test_two_processes_with_different_settings_or_folders_do_not_train(what, tmp
         configs.write_file(folder / "book.txt", text)
     run_dir = "run" if what == "folder" else tmp_path / "run"
     flags = "--run_dir", run_dir, "--data.source", "text:book.txt"
-    flags += "--data.vocab", "train:100", "--distributed.timeout", 10
+    flags += "--data.vocab", "train:100", "--distributed.timeout", 20
     flags += "--train.save_every", 1
     processes = train_processes(*flags, folders=folders)
     if what == "flags":
