@@ -443,8 +443,8 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 # make_batches     batches of rows, and the position from which a restart continues
 # prefetch         a thread reads the next window, and another makes the next batches
 
-EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # seeds that keep uses apart
-WINDOW_CHARACTERS = 1 << 23  # the shuffle buffer; each of n tasks has 1 / min(n, 32)
+EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # the last seed: each use has its own bits
+WINDOW_CHARACTERS = 1 << 23  # shuffled together; each of n tasks has 1 / min(n, 32)
 ROWS_PER_PACK = 512  # rows that are packed together
 
 
@@ -495,7 +495,7 @@ def prefetch(iterator: Iterator, thread: ThreadPoolExecutor, ahead: int) -> Iter
 
 def examples_of(name, task, tokenizer, cfg, windows, cursor: Cursor) -> Iterator:
     """Yield (example, Cursor after it), shuffled; (None, Cursor) ends an epoch."""
-    for items, next_window in windows:
+    for items, next_cursor in windows:
         # Epoch, file and record name a window, which gets random bits of its own.
         seeds = cfg.train.seed, zlib.crc32(name.encode()), *cursor[:3]
         order = random_order(len(items), *seeds, EXAMPLE_ORDER)
@@ -504,12 +504,12 @@ def examples_of(name, task, tokenizer, cfg, windows, cursor: Cursor) -> Iterator
         for example in examples[cursor.taken :]:
             cursor = cursor._replace(taken=cursor.taken + 1, total=cursor.total + 1)
             yield example, cursor
-        next_window = next_window._replace(total=cursor.total)
-        if next_window.epoch > cursor.epoch:
+        next_cursor = next_cursor._replace(total=cursor.total)
+        if next_cursor.epoch > cursor.epoch:
             if not cursor.total:
                 raise UserError(f"{task.source} has no text for the task {name}.")
-            yield None, next_window
-        cursor = next_window
+            yield None, next_cursor
+        cursor = next_cursor
 
 
 def print_statistics(packed: Batch, lengths: np.ndarray, limits: tuple[int, int]) -> None:
@@ -535,8 +535,8 @@ class Batches(Iterator):
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
         self.pack = cfg.data.pack
         start = {"used_rows": 0, "cursors": dict.fromkeys(self.rates, Cursor())}
-        self.position = position or start
-        self.cursors = {name: Cursor(*c) for name, c in self.position["cursors"].items()}
+        position = position or start
+        self.cursors = {name: Cursor(*c) for name, c in position["cursors"].items()}
         self.streams, files_found = {}, []
         reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         size = WINDOW_CHARACTERS // min(len(self.rates), 32)
@@ -547,9 +547,9 @@ class Batches(Iterator):
             self.streams[name] = examples_of(name, task, tokenizer, cfg, windows, cursor)
             files_found += [[file.name.split("/")[-1], file.size] for file in task_files]
         crc32 = zlib.crc32(json.dumps([self.rates, files_found]).encode())
-        if self.position.get("files_crc32", crc32) != crc32:
+        if position.get("files_crc32", crc32) != crc32:
             raise UserError("Training files or rates have changed since this run began.")
-        self.position["files_crc32"] = crc32
+        self.position = {**position, "files_crc32": crc32}
         self.batches = prefetch(self.make_batches(), maker, ahead=16)
 
     def __next__(self) -> Batch:
@@ -593,8 +593,8 @@ class Batches(Iterator):
 
     def make_batches(self) -> Iterator:
         """Yield (batch, position). A restart packs the same rows and skips used ones."""
-        rows = []
-        used_rows = self.position["used_rows"]
+        rows, start = [], self.position
+        used_rows = start["used_rows"]
         while True:
             cursors = self.cursors.copy()  # where the next packed rows begin
             packed = self.pack_rows()
@@ -602,7 +602,7 @@ class Batches(Iterator):
                 rows.append([array[used_rows] for array in packed])
                 used_rows += 1
                 if len(rows) == self.cfg.train.batch_size:
-                    position = self.position | dict(used_rows=used_rows, cursors=cursors)
+                    position = {**start, "used_rows": used_rows, "cursors": cursors}
                     arrays = zip(*rows)  # for each field of a Batch, its rows
                     yield Batch(*(np.stack(array) for array in arrays)), position
                     rows = []

@@ -58,12 +58,13 @@ from partition import constrain
 #         ids.append(int(logits.argmax()))
 #
 # which computes all earlier positions again and again. With a cache of keys and values,
-# each is computed only once. At first, read N as 1, and `ancestors` as None.
+# each is computed only once. In greedy decoding, N is 1, `ancestors` is None, and the key
+# of position t is at index t of the cache.
 #
-# The N beams of an example share a cache (N is 1 in greedy decoding): the key of position
-# t of beam m is at index t * N + m. A mask hides the keys of other beams. When beam
-# search reorders the beams, only this mask changes, and the cache is not copied. With two
-# beams, the cache holds the keys of
+# In beam search, the N beams of an example share a cache: the key of position t of beam m
+# is at index t * N + m. A mask hides the keys of other beams. When the search reorders
+# the beams, only this mask changes, and the cache is not copied. With two beams, the
+# cache holds the keys of
 #
 #     position 0, beam 0    position 0, beam 1    position 1, beam 0    position 1, beam 1
 #

@@ -20,9 +20,8 @@ Comments and einsums use these letters for the shapes:
 `batch` is a data.Batch, `w` the weights of a layer or of its attention or MLP, `attend` a
 function (q, k, v), and `rng` a random key for dropout, or None without dropout.
 
-To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w,
-fastest_attention as dot_product_attention, and apply_layers(layer, x, ...) as `for w in
-layers: x = layer(w, x, rng)`. @attend_on_each_device changes no result.
+To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w, and
+apply_layers(layer, x, ...) as `for w in layers: x = layer(w, x, rng)`.
 
     >>> from configs import RECIPES
     >>> count_params(param_table(RECIPES["small_c4"].model))
@@ -170,11 +169,11 @@ def split_rng(rng, n: int):
 
 
 # ---- attention -------------------------------------------------------------------------
-# encode, decode              make masks, and for each layer a function `attend`
-#   make_attend               returns it
-#     position_bias           looks up a learned bias for the bucket of each distance
-#     dot_product_attention   softmax(q k^T + bias) v
-#   attention                 projects to heads, attends, projects back
+# encode, decode                make masks
+#   attention                   projects to heads, attends, projects back
+#     attend_on_each_device     attends, with the rows and heads of each device
+#       position_bias           looks up a learned bias for the bucket of each distance
+#       dot_product_attention   softmax(q k^T + bias) v
 
 KV = tuple[Array, Array]  # the keys and values of all heads, both [B, H, K, C]
 
@@ -254,23 +253,36 @@ def dot_product_attention(
     return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
 
 
-def make_attend(
-    mask: Array, model_cfg: ModelConfig, relative_bias=None, bidirectional=False
-) -> Callable:
-    """Return a function (q, k, v) that computes attention.
+def attend_on_each_device(
+    q, k, v, mask, model_cfg: ModelConfig, relative_bias=None, bidirectional=False
+) -> Array:
+    """Compute dot_product_attention with the position biases of T5, if there are any.
 
-    relative_bias [H, R]: the position biases, or None in cross-attention.
+    relative_bias [H, R]: the learned biases, or None in cross-attention.
     """
 
-    @attend_on_each_device
-    def compute(q, k, v, mask, relative_bias):
+    def attend(q, k, v, mask, relative_bias):
         bias = None
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
-        return fastest_attention(q, k, v, mask, bias, model_cfg)
+        if resolve_auto(model_cfg).attention_impl == "kernel":
+            from extras import attention_kernel  # computes the same, up to rounding
 
-    # Arguments, and not variables from outside, are what each device gets a part of.
-    return lambda q, k, v: compute(q, k, v, mask, relative_bias)
+            return attention_kernel.attend(q, k, v, mask, bias)
+        if bias is not None and partition.platform() == "cpu":
+            # All rows have the same bias. As a product, its gradient is faster than the
+            # sum over rows of an addition.
+            bias = jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
+        return dot_product_attention(q, k, v, mask, bias)
+
+    if get_abstract_mesh().empty:
+        return attend(q, k, v, mask, relative_bias)
+    # Each device calls `attend` for its own rows and heads, without communication.
+    heads = spec(("batch", "heads"))
+    specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
+    # The kernels do not say over which axes their outputs vary, so this is not checked.
+    sharded = jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)
+    return sharded(q, k, v, mask, relative_bias)
 
 
 def split_heads(x: Array, model_cfg: ModelConfig) -> Array:
@@ -290,7 +302,7 @@ def attention(
 ) -> Array:
     """Compute multi-head attention for normalized activations x [B, Q, D].
 
-    attend: a function (q, k, v), such as those that `make_attend` returns.
+    attend: a function (q, k, v), such as attend_on_each_device with a mask.
     kv: in cross-attention, the keys and values of the encoder's output.
     """
     rng_probs, rng_out = split_rng(rng, 2)
@@ -351,7 +363,12 @@ def encode(
 
     def layer(w, x, rng):
         relative_bias = relative_bias_of(params["encoder"], w["attention"], model_cfg)
-        attend = make_attend(mask, model_cfg, relative_bias, bidirectional=True)
+
+        def attend(q, k, v):
+            return attend_on_each_device(
+                q, k, v, mask, model_cfg, relative_bias, bidirectional=True
+            )
+
         return encoder_layer(w, x, attend, model_cfg, rng)
 
     x = embed_tokens(params, inputs, model_cfg, rng_embed)
@@ -389,12 +406,17 @@ def decode(
     segments = batch.target_segments
     mask = attention_mask(segments, segments, causal=True)
     cross_mask = attention_mask(segments, batch.input_segments)
-    cross_attend = make_attend(cross_mask, model_cfg)
+
+    def cross_attend(q, k, v):
+        return attend_on_each_device(q, k, v, cross_mask, model_cfg)
 
     def layer(w, x, rng):
         w_self = w["self_attention"]
         relative_bias = relative_bias_of(params["decoder"], w_self, model_cfg)
-        attend = make_attend(mask, model_cfg, relative_bias)
+
+        def attend(q, k, v):
+            return attend_on_each_device(q, k, v, mask, model_cfg, relative_bias)
+
         cross_kv = keys_values(w["cross_attention"], encoded, model_cfg)
         return decoder_layer(w, x, cross_kv, attend, cross_attend, model_cfg, rng)
 
@@ -541,32 +563,6 @@ def dense(x: Array, w: Array) -> Array:
         # step of `tiny` is 1.3 times as fast. A TPU would copy x.
         return (x.reshape(-1, x.shape[-1]) @ w).reshape(*x.shape[:-1], w.shape[1])
     return x @ w
-
-
-def fastest_attention(
-    q: Array, k: Array, v: Array, mask: Array, bias, model_cfg: ModelConfig
-) -> Array:
-    """Compute dot_product_attention, by a kernel if --model.attention_impl says so."""
-    if resolve_auto(model_cfg).attention_impl == "kernel":
-        from extras import attention_kernel  # equal up to rounding
-
-        return attention_kernel.attend(q, k, v, mask, bias)
-    if bias is not None and partition.platform() == "cpu":
-        # All rows have the same bias. As a product, its gradient is faster than the sum
-        # over rows of an addition.
-        bias = jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
-    return dot_product_attention(q, k, v, mask, bias)
-
-
-def attend_on_each_device(compute: Callable) -> Callable:
-    """Let each device attend for its own rows and heads, without communication."""
-    if get_abstract_mesh().empty:
-        return compute
-    by_head = spec(("batch", "heads"))
-    # of q, k, v, mask and relative_bias
-    specs = by_head, by_head, by_head, spec(("batch",)), spec(("heads",))
-    # The kernels do not say over which axes their outputs vary, so this is not checked.
-    return jax.shard_map(compute, in_specs=specs, out_specs=by_head, check_vma=False)
 
 
 # What the forward pass saves for the backward pass, which recomputes everything else.

@@ -77,17 +77,22 @@ def test_the_attention_kernels_equal_the_equation(
 
     expected = values_and_gradients(model.dot_product_attention)
     assert_close(values_and_gradients(kernel.attend), expected)
-    # If this fails, compute the new equation in the kernels, and then store its checksum.
+    # If this fails, change `equation` and the kernels as dot_product_attention.
     assert not attention_kernel.was_edited(model.dot_product_attention)
 
 
 def test_an_edited_equation_replaces_the_kernels(monkeypatch):
-    def edited(q, *_):
-        return 2 * q
+    def edited(q, k, v, mask, bias=None):  # one number is another
+        scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
+        if bias is not None:
+            scores += bias
+        probs = jax.nn.softmax(jnp.where(mask, scores, -1e4), axis=-1)
+        return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
 
     monkeypatch.setattr(attention_kernel, "dot_product_attention", edited)
-    q = jnp.ones((1, 2, 16, 8))
-    assert_equal(attention_kernel.attend(q, q, q, jnp.ones((1, 1, 16, 16))), 2 * q)
+    monkeypatch.setattr(attention_kernel, "attend_in_blocks", None)
+    q, mask = jnp.ones((1, 2, 16, 8)), jnp.zeros((1, 1, 16, 16))
+    assert_equal(attention_kernel.attend(q, q, q, mask), edited(q, q, q, mask))
 
 
 @pytest.mark.parametrize(
