@@ -83,14 +83,14 @@ def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> 
 
 
 def init_cache(params: dict, encoded: Array, length: int, model_cfg: ModelConfig, N: int):
-    """Return two lists with an item for each decoder layer: (cache, constants).
+    """Return two lists with an item for each decoder layer: (cache, layers).
 
     An item of the cache is [keys, values], both [B, H, length * N, C]. An item of
-    constants is what all steps share: (weights, keys and values of the encoder's output,
+    layers is what the steps share: (weights, keys and values of the encoder's output,
     position biases [H, length, length]).
     """
     stack = params["decoder"]
-    cache, constants = [], []
+    cache, layers = [], []
     for i in range(model_cfg.num_decoder_layers):
         # Slice the stacked weights here. In the loop, XLA would copy them in each step.
         w = jax.tree.map(lambda x: x[i].astype(encoded.dtype), stack["layers"])
@@ -102,12 +102,12 @@ def init_cache(params: dict, encoded: Array, length: int, model_cfg: ModelConfig
         empty = jnp.zeros((B, H, length * N, C), encoded.dtype)
         empty = constrain(empty, "batch", "heads")
         cache.append([empty, empty])
-        constants.append((w, cross_kv, bias))
-    return cache, constants
+        layers.append((w, cross_kv, bias))
+    return cache, layers
 
 
 def decode_step(
-    params, model_cfg, ids, t, cache, constants, input_segments, ancestors=None
+    params, model_cfg, ids, t, cache, layers, input_segments, ancestors=None
 ) -> tuple[Array, list]:
     """Run the decoder on the ids [B, N] of position t. Return (logits, cache).
 
@@ -127,7 +127,7 @@ def decode_step(
     write = lax.dynamic_update_slice_in_dim
     x = model.embed_tokens(params, ids, model_cfg)
     cache = list(cache)
-    for i, (w, cross_kv, bias) in enumerate(constants):
+    for i, (w, cross_kv, bias) in enumerate(layers):
         bias = lax.dynamic_slice_in_dim(bias, t, 1, axis=1)
         bias = jnp.repeat(bias, N, axis=2)  # all beams have the same position
 
@@ -337,7 +337,7 @@ def generate(
         state, finish = start_outputs(B, N, length), sorted_outputs
         extend = functools.partial(append_ids, decode_cfg=decode_cfg, rngs=rngs)
     encoded = model.encode(params, inputs, input_segments, model_cfg)
-    cache, constants = init_cache(params, encoded, length, model_cfg, N)
+    cache, layers = init_cache(params, encoded, length, model_cfg, N)
 
     def unfinished(carry):
         t, state, _ = carry
@@ -348,7 +348,7 @@ def generate(
         # At t = 0, index -1 is the last position, which still has PAD, T5's start token.
         ids = state.ids[:, :, t - 1]
         logits, cache = decode_step(
-            params, model_cfg, ids, t, cache, constants, input_segments, state.ancestors
+            params, model_cfg, ids, t, cache, layers, input_segments, state.ancestors
         )
         # Each device chooses ids for its own rows, from the whole vocabulary.
         logits = constrain(logits, "batch")

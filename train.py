@@ -196,8 +196,8 @@ def accumulate_gradients(
         new = gradients(params, *microbatch_and_rng)
         return jax.tree.map(jnp.add, so_far, new), None
 
-    # Gradients and sums have the same shapes for a microbatch as for the batch.
-    zeros = jax.tree.map(jnp.zeros_like, jax.eval_shape(gradients, params, batch, rng))
+    sums = jax.eval_shape(loss, params, batch, rng)[1]  # only their shapes count
+    zeros = jax.tree.map(jnp.zeros_like, (params, sums))
     return lax.scan(add, zeros, (microbatches, rngs))[0]
 
 
