@@ -3158,40 +3158,39 @@ def assert_same_runs(a, b):
 
 @slow
 def test_killed_runs_end_like_an_uninterrupted_run(tmp_path):
-    command(*SLOW_RUN, "--run_dir", tmp_path / "straight", optimized=True)
-    kills = [(signal.SIGKILL, 1), (signal.SIGKILL, 10), (signal.SIGKILL, 23)]
-    for number, step in (*kills, (signal.SIGTERM, 17)):
-        run_dir = tmp_path / f"killed-{step}"
-        process = start(*SLOW_RUN, "--run_dir", run_dir, optimized=True)
-        wait_for_step(run_dir, step, [process])
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    command(*SLOW_RUN, "--run_dir", straight, optimized=True)
+    KILL, TERM = signal.SIGKILL, signal.SIGTERM
+    for number, step in (KILL, 1), (KILL, 10), (TERM, 17), (KILL, 23):
+        process = start(*SLOW_RUN, "--run_dir", killed, optimized=True)
+        wait_for_step(killed, step, [process])
         process.send_signal(number)
         process.communicate()
-        saves = number != signal.SIGKILL
-        assert process.returncode == (0 if saves else -number)
-        if saves:
-            assert partition.Checkpoints(run_dir).steps()[-1] >= step
-        command(*SLOW_RUN, "--run_dir", run_dir, optimized=True)
-        assert_same_runs(run_dir, tmp_path / "straight")
+        assert process.returncode == (-number if number == KILL else 0)
+        if number == TERM:
+            assert partition.Checkpoints(killed).steps()[-1] >= step
+    command(*SLOW_RUN, "--run_dir", killed, optimized=True)
+    assert_same_runs(killed, straight)
 
 
 @slow
 def test_two_processes_are_resumed_as_one(tmp_path):
     """All processes save after the same step, although one of them gets the signal."""
-    command(*SLOW_RUN, "--run_dir", tmp_path / "straight", devices=2)
-    for number in (signal.SIGKILL, signal.SIGTERM):
-        run_dir = tmp_path / number.name
-        processes = train_processes("--run_dir", run_dir)
-        wait_for_step(run_dir, 15, processes)
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    command(*SLOW_RUN, "--run_dir", straight, devices=2)
+    for number, step in ((signal.SIGKILL, 12), (signal.SIGTERM, 15)):
+        processes = train_processes("--run_dir", killed)
+        wait_for_step(killed, step, processes)
         for process in processes if number == signal.SIGKILL else processes[:1]:
             process.send_signal(number)
         codes = [process.wait(120) for process in processes]
         if number == signal.SIGTERM:
             assert codes == [0, 0]
-            assert partition.Checkpoints(run_dir).steps()[-1] >= 15
-        (last,) = partition.Checkpoints(run_dir).steps()[-1:]
-        assert len(shard_bytes(run_dir, last)) == 3  # with the file `complete`
-        command(*SLOW_RUN, "--run_dir", run_dir, devices=2)
-        assert_same_runs(run_dir, tmp_path / "straight")
+            assert partition.Checkpoints(killed).steps()[-1] >= step
+        last = partition.Checkpoints(killed).steps()[-1]
+        assert len(shard_bytes(killed, last)) == 3  # with the file `complete`
+    command(*SLOW_RUN, "--run_dir", killed, devices=2)
+    assert_same_runs(killed, straight)
 
 
 @slow
