@@ -2491,7 +2491,7 @@ def test_bleu_compares_a_prediction_with_all_of_its_own_references():
 
 @pytest.mark.parametrize(
     "name, targets, predictions",
-    [("accuracy", [["a"], ["b"]], ["a", "b"]), ("accuracy", [1, 0], [1]),
+    [("accuracy", [["a"], "b"], ["a", "b"]), ("accuracy", [1, 0], [1]),
      ("squad", ["the cat"], ["the cat"])],
 )  # fmt: skip
 def test_metrics_refuse_targets_that_they_would_misread(name, targets, predictions):
@@ -2775,10 +2775,12 @@ def test_the_command_evaluates_the_tasks_of_another_recipe_file(byte_run, tmp_pa
 
 def test_tasks_without_held_out_examples_are_left_out(byte_run, here):
     source, none = write_pairs(Path("a.jsonl"), 4), "jsonl:none-{split}"
-    flags = f"evaluate --run_dir {byte_run} --output out --data.eval_tasks {none},"
-    assert re.search(rf"not evaluated.*none-.*\n{source}, val", run(flags + source))
-    with pytest.raises(UserError, match="none-"):
-        run(flags + none)
+    command = f"evaluate --run_dir {byte_run} --output out"
+    output = run(f"{command} --data.eval_tasks {none},{source}")
+    assert re.search(rf"not evaluated.*none-.*\n{source}, val", output)
+    for flags in (f"--data.eval_tasks {none},{none}", f"--tasks {none},{source}"):
+        with pytest.raises(UserError, match="none-"):
+            run(f"{command} {flags}")
 
 
 def test_other_flags_get_columns_of_their_own(byte_run):
