@@ -119,8 +119,8 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     kept = random_segmentation(length - noise, spans, rows, (*seeds, length, 0))
     removed = random_segmentation(noise, spans, rows, (*seeds, length, 1))
     lengths = np.stack([kept, removed], axis=2)  # [rows, spans, 2]: in turn
-    is_noise = np.broadcast_to([False, True], lengths.shape)
-    noise_mask = np.repeat(is_noise.ravel(), lengths.ravel()).reshape(rows, length)
+    is_noise = np.tile([False, True], rows * spans)
+    noise_mask = np.repeat(is_noise, lengths.ravel()).reshape(rows, length)
     # In the inputs, a sentinel overwrites the first token of each removed span; in the
     # targets, the kept token before it. No span starts a row, so np.roll may wrap around.
     span_starts = noise_mask & ~np.roll(noise_mask, 1, axis=1)
@@ -242,12 +242,14 @@ def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
         for name in ("spiece.model", "tokenizer.json"):
             if (path := configs.run_dir_of(run) / name).exists():
                 vocab = str(path)
-    if not (vocab or configs.VOCABULARY):
+    if configs.VOCABULARY:
+        vocab = "VOCABULARY"
+    if not vocab:
         raise UserError(f"Copy the model's spiece.model into {configs.run_dir_of(run)}.")
     kind, _, size = vocab.partition(":")
-    if kind == "train" and not configs.VOCABULARY:
+    if kind == "train":
         tokenizer = Tokenizer(train_vocabulary(cfg, int(size)), cfg.data.extra_ids)
-    elif vocab.endswith(".model") and not configs.VOCABULARY:
+    elif vocab.endswith(".model"):
         with fsspec.open(vocab) as file:
             tokenizer = Tokenizer(file.read(), cfg.data.extra_ids)
     else:
@@ -382,8 +384,7 @@ def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.nda
         configs.print_once(f"Some {side} are cut to --data.{side}_length.")
     if task.eos_in_inputs:
         ids = ids[: limit - 1]  # leaves room for EOS
-    # An empty list is an array of floats, so the cast must be allowed.
-    return np.concatenate([ids, end], dtype=np.int32, casting="unsafe")[:limit]
+    return np.append(ids, end)[:limit].astype(np.int32)
 
 
 # ---- rows ------------------------------------------------------------------------------
@@ -439,8 +440,8 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 # read_windows     the chunks or pairs of the next texts, in the order of the files
 # examples_of      the examples that are made from them, shuffled
 # choose_examples  the next examples of all tasks by their rates, for ROWS_PER_PACK rows
-# pack_rows        these examples, packed into rows, which are shuffled
-# make_batches     batches of rows, and the position from which a restart continues
+# pack_rows        lists of examples that fit into a row, in random order
+# make_batches     fill_rows for each batch, and the position where a restart continues
 # prefetch         a thread reads the next window, and another makes the next batches
 
 EXAMPLE_ORDER, NOISE, ROW_ORDER = range(3)  # the last seed: each use has its own bits
@@ -512,11 +513,13 @@ def examples_of(name, task, tokenizer, cfg, windows, cursor: Cursor) -> Iterator
         cursor = next_cursor
 
 
-def print_statistics(packed: Batch, lengths: np.ndarray, limits: tuple[int, int]) -> None:
+def print_statistics(rows: list[list[Example]], limits: tuple[int, int]) -> None:
     """Print what the first packed rows tell of lengths and vocabulary."""
+    examples = [example for row in rows for example in row]
+    lengths = np.array([[len(ids) for ids in example] for example in examples])
     at_limit = (lengths >= limits).any(axis=1).mean()
-    inputs, targets = ((x > 0).mean() for x in (packed.inputs, packed.targets))
-    unknown = (packed.inputs == UNK).sum() / lengths[:, 0].sum()
+    inputs, targets = lengths.sum(axis=0) / limits / len(rows)
+    unknown = np.mean(np.concatenate([inputs for inputs, _ in examples]) == UNK)
     print(f"data     {at_limit:.1%} of examples reach inputs_length or targets_length")
     print(f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full")
     print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
@@ -576,7 +579,7 @@ class Batches(Iterator):
                 break
         return examples
 
-    def pack_rows(self) -> Batch:
+    def pack_rows(self) -> list[list[Example]]:
         """Pack the next examples, and shuffle the rows."""
         total = sum(cursor.total for cursor in self.cursors.values())
         examples = self.choose_examples()
@@ -586,10 +589,9 @@ class Batches(Iterator):
         rows = [[] for _ in new_number]
         for r, example in zip(new_number[row_of], examples):
             rows[r].append(example)
-        packed = fill_rows(rows, self.limits)
         if not total:
-            print_statistics(packed, lengths, self.limits)
-        return packed
+            print_statistics(rows, self.limits)
+        return rows
 
     def make_batches(self) -> Iterator:
         """Yield (batch, position). A restart packs the same rows and skips used ones."""
@@ -598,13 +600,11 @@ class Batches(Iterator):
         while True:
             cursors = self.cursors.copy()  # where the next packed rows begin
             packed = self.pack_rows()
-            while used_rows < len(packed.inputs):
-                rows.append([array[used_rows] for array in packed])
-                used_rows += 1
+            for number, row in enumerate(packed[used_rows:], used_rows + 1):
+                rows.append(row)
                 if len(rows) == self.cfg.train.batch_size:
-                    position = {**start, "used_rows": used_rows, "cursors": cursors}
-                    arrays = zip(*rows)  # for each field of a Batch, its rows
-                    yield Batch(*(np.stack(array) for array in arrays)), position
+                    position = {**start, "used_rows": number, "cursors": cursors}
+                    yield fill_rows(rows, self.limits), position
                     rows = []
             used_rows = 0
 
@@ -710,30 +710,26 @@ READERS = {
 }  # fmt: skip
 
 
-def find_files(pattern: str) -> list[tuple[str, int]]:
-    """Return (path, size) of all local or remote files that match a pattern, sorted."""
-    system, path = fsspec.core.url_to_fs(pattern)
-    files = sorted(system.glob(path, detail=True).items())
-    prefix = re.match("(.+?://)?", pattern)[0]  # such as gs://
-    return [(prefix + p, x["size"]) for p, x in files if x["type"] != "directory"]
-
-
 def source_files(source: str, split: str, cfg: Config) -> list[File]:
     """Return the files of a source, such as python: and text:books/{split}.txt."""
     kind, _, name = source.partition(":")
-    filled = name.replace("{split}", split)
-    if kind in ("hf", "tfds", "seqio", "random", "numbers"):
-        from extras import libraries
-
-        return libraries.SOURCES[kind](name, split, cfg)
     if kind == "python":
         # Called here, not in a thread: Python 3.11 cannot parse in two threads at once.
         return [File(f"Python {python_version()}", partial(iter, read_python()))]
     if kind not in READERS:
-        kinds = ", ".join(("python", *READERS, "hf", "tfds", "seqio"))
-        raise UserError(f"{source!r} is not a source KIND:NAME. The kinds are {kinds}.")
-    found = find_files(filled)
-    files = [File(path, partial(READERS[kind], path), size) for path, size in found]
+        from extras.libraries import SOURCES
+
+        if kind not in SOURCES:
+            kinds = ", ".join(("python", *READERS, *SOURCES))
+            raise UserError(f"{source!r} is not a source KIND:NAME. Kinds: {kinds}.")
+        return SOURCES[kind](name, split, cfg)
+    filled, files = name.replace("{split}", split), []
+    system, pattern = fsspec.core.url_to_fs(filled)
+    for path, info in sorted(system.glob(pattern, detail=True).items()):
+        if info["type"] != "directory":
+            if "://" in name:
+                path = system.unstrip_protocol(path)  # such as gs://bucket/a.txt
+            files.append(File(path, partial(READERS[kind], path), info["size"]))
     if not files and (filled == name or split == "train"):
         raise UserError(f"No file matches {filled}.")
     return files
