@@ -16,7 +16,7 @@ import os
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Iterable, Literal
 
 import tyro
 
@@ -447,16 +447,17 @@ def to_path(name):
     return epath.Path(name)
 
 
-def write_file(path, content: bytes | str) -> None:
+def write_file(path, content: bytes | str | Iterable[bytes]) -> None:
     """Write a file atomically: a kill leaves the old file or the complete new one."""
     content = content.encode() if isinstance(content, str) else content
+    parts = [content] if isinstance(content, bytes) else content
     path.parent.mkdir(parents=True, exist_ok=True)
-    if is_remote(path):
-        path.write_bytes(content)  # an object in a bucket appears when it is complete
+    if is_remote(path):  # An object in a bucket appears when it is complete.
+        path.write_bytes(b"".join(parts))
         return
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
     with open(temporary, "wb") as file:
-        file.write(content)
+        file.writelines(parts)
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)

@@ -350,7 +350,7 @@ def tokenize(documents: list[dict], task: Task, tokenizer: Tokenizer) -> list:
         if len(ids):
             is_integer = np.asarray(ids).dtype.kind in "iu"  # not bytes or 5.0, say
             if not is_integer or not 0 <= min(ids) <= max(ids) < tokenizer.size:
-                raise UserError(f"{task.source} has ids outside the vocabulary: {ids}.")
+                raise ValueError(f"{task.source} has ids outside the vocabulary: {ids}")
             ids = ids[:-1] if ids[-1] == EOS else ids
         result.append(np.asarray(ids, np.int32))
     return result if task.objective else [*zip(result[::2], result[1::2])]

@@ -162,8 +162,8 @@ def compute_metrics(task: data.Task, pairs, targets, outputs) -> tuple[dict, lis
     return metrics, lines
 
 
-def read_targets(name: str, split: str, cfg: Config, tokenizer, limit: int | None):
-    """Return (pairs of texts, examples, target texts) of a split."""
+def read_examples(name: str, split: str, cfg: Config, tokenizer, limit: int | None):
+    """Return (pairs, their token ids, their target texts) of a split."""
     pairs = read_pairs(name, split, cfg, limit)
     examples = data.encode_pairs(pairs, data.find_task(name, cfg), tokenizer, cfg)
     targets = [pair["targets"] for pair in pairs]
@@ -174,7 +174,7 @@ def read_targets(name: str, split: str, cfg: Config, tokenizer, limit: int | Non
 def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
     """Warn if 100 perfect answers, encoded and decoded, do not get the best metrics."""
     task = data.find_task(name, cfg)
-    pairs, examples, targets = read_targets(name, split, cfg, tokenizer, 100)
+    pairs, examples, targets = read_examples(name, split, cfg, tokenizer, 100)
     written = [tokenizer.decode(ids) for _, ids in examples]
     best, _ = compute_metrics(task, pairs, targets, targets)
     possible, _ = compute_metrics(task, pairs, targets, written)
@@ -193,9 +193,9 @@ def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
 def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
     """Generate a text for each example. Returns metrics, and a line for each example."""
     check_metrics(name, split, cfg, tokenizer)
-    pairs, examples, targets = read_targets(name, split, cfg, tokenizer, limit)
-    numbered = (infer.Request(*ids, number) for number, ids in enumerate(examples))
-    results = infer.process_requests(params, cfg, numbered)
+    pairs, examples, targets = read_examples(name, split, cfg, tokenizer, limit)
+    requests = [infer.Request(*ids, number) for number, ids in enumerate(examples)]
+    results = infer.process_requests(params, cfg, requests)
     outputs = [tokenizer.decode(best_first[0]) for best_first, _ in results]
     return compute_metrics(data.find_task(name, cfg), pairs, targets, outputs)
 
@@ -338,10 +338,11 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
     # Try the metrics before the work: a package may be missing.
     rank_classification(labels, np.zeros(len(labels)), num_classes)
     requests = [infer.Request(inputs, targets) for inputs, targets in id_pairs]
-    scores = np.array(list(infer.process_requests(params, cfg, requests, "score")))
-    metrics = rank_classification(labels, scores, num_classes, normalize)
-    ranked = scores / lengths if normalize else scores
-    return metrics, ranked_lines(choices, groups, ranked)
+    scores = np.array(infer.process_requests(params, cfg, requests, "score"))
+    if normalize:
+        scores = scores / lengths
+    metrics = rank_classification(labels, scores, num_classes)
+    return metrics, ranked_lines(choices, groups, scores)
 
 
 # ---- metrics ---------------------------------------------------------------------------

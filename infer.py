@@ -6,12 +6,12 @@
     python infer.py --run_dir RUN --input task:glue_rte_v002:validation --output OUT.jsonl
 
 Each line of IN.jsonl is an object with "inputs" and, for --mode score, "targets". Each of
-these is a text, which gets EOS and is cut to --data.inputs_length or targets_length, or a
-list of token ids, which is used as it is (0 is padding). OUT.jsonl has the same lines in
-the same order, with a new field: "prediction" (several outputs or write_scores also add
-"predictions" and "scores"), "score" (the log-probability of the targets) or "embedding"
-(the mean output of the encoder). Up to rounding, other lines do not change a result.
-Random samples also depend on the number of the line.
+these is a text or a list of token ids, which gets EOS and is cut to --data.inputs_length
+or targets_length, as in training. OUT.jsonl has the same lines in the same order, with a
+new field: "prediction" (several outputs or write_scores also add "predictions" and
+"scores"), "score" (the log-probability of the targets) or "embedding" (the mean output of
+the encoder). Up to rounding, other lines do not change a result. Random samples also
+depend on the number of the line.
 
 Letters of shapes: B examples, N outputs of an example (beams or samples), S input length,
 T maximum number of generated ids, H heads, C channels of a head, K keys, V vocabulary.
@@ -21,7 +21,6 @@ import functools
 import itertools
 import json
 import math
-import os
 import re
 import sys
 import zlib
@@ -152,7 +151,6 @@ class OutputState(NamedTuple):
     ids: Array  # [B, N, T], 0 after EOS
     scores: Array  # [B, N]
     done: Array  # [B, N], whether the output has ended with EOS
-    ancestors: None = None  # only beams have them
 
 
 def start_outputs(B: int, N: int, T: int) -> OutputState:
@@ -347,8 +345,9 @@ def generate(
         t, state, cache = carry
         # At t = 0, index -1 is the last position, which still has PAD, T5's start token.
         ids = state.ids[:, :, t - 1]
+        ancestors = state.ancestors if decode_cfg.beams else None
         logits, cache = decode_step(
-            params, model_cfg, ids, t, cache, layers, input_segments, state.ancestors
+            params, model_cfg, ids, t, cache, layers, input_segments, ancestors
         )
         # Each device chooses ids for its own rows, from the whole vocabulary.
         logits = constrain(logits, "batch")
@@ -377,9 +376,6 @@ def mean_embeddings(params: dict, batch: data.Batch, model_cfg: ModelConfig) -> 
 # ---- batches of examples ---------------------------------------------------------------
 
 
-BATCHES_PER_BLOCK = 16  # the batches of a block, in which examples are sorted by length
-
-
 class Request(NamedTuple):
     """An example that the model gets."""
 
@@ -389,26 +385,22 @@ class Request(NamedTuple):
     line: dict = {}  # the line of the file that it was made from
 
 
-def process_requests(params, cfg: Config, requests, mode="predict") -> Iterator:
-    """Yield the result of each request, in order.
+def process_requests(params, cfg: Config, requests: list, mode="predict") -> list:
+    """Return the result of each request.
 
     The result of "predict" is (outputs, scores), with the best output first, of "score" a
     number, and of "encode" a vector.
     """
-    requests = iter(requests)
-    size = cfg.decode.batch_size
-    with tqdm(desc=mode, unit=" examples", leave=False, disable=None) as bar:
-        while block := list(itertools.islice(requests, BATCHES_PER_BLOCK * size)):
-            order = sorted(range(len(block)), key=lambda i: len(block[i].inputs))
-            results = [None] * len(block)
-            for start in range(0, len(order), size):
-                indices = order[start : start + size]
-                group = [block[i] for i in indices]
-                batch_results = process_batch(params, cfg, group, mode)
-                for i, result in zip(indices, batch_results):  # without the copies
-                    results[i] = result
-                bar.update(len(indices))
-            yield from results
+    # Requests of similar length share a batch. With the longest first, a lack of memory
+    # shows at once.
+    order = sorted(range(len(requests)), key=lambda i: -len(requests[i].inputs))
+    results, size = [None] * len(requests), cfg.decode.batch_size
+    for start in tqdm(range(0, len(order), size), mode, leave=False, disable=None):
+        indices = order[start : start + size]
+        batch_results = process_batch(params, cfg, [requests[i] for i in indices], mode)
+        for i, result in zip(indices, batch_results):  # without the copies
+            results[i] = result
+    return results
 
 
 def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
@@ -419,11 +411,8 @@ def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
     shards = jax.sharding.get_mesh().shape["data"]
     rows = math.ceil(rows / shards) * shards
     padded = group + [group[-1]] * (rows - len(group))
-    limits = (
-        padded_length([request.inputs for request in padded]),
-        padded_length([request.targets for request in padded]),
-    )
     pairs = [(request.inputs, request.targets) for request in padded]
+    limits = [padded_length(side) for side in zip(*pairs)]
     batch = data.fill_rows([[pair] for pair in pairs], limits)
     # As in T5X, the id 0 is padding wherever it stands.
     batch = batch._replace(
@@ -510,24 +499,6 @@ def load_params(cfg: Config, run_dir: str, step: int) -> dict:
 # ---- answer files ----------------------------------------------------------------------
 
 
-def line_ids(line: dict, side: str, index: int, cfg: Config, tokenizer) -> list[int]:
-    """Return the ids of a side of a line: a text is tokenized, ids stay as they are."""
-    V, value = cfg.model.vocab_size, line.get(side)
-    if isinstance(value, str):
-        (ids,) = tokenizer.encode([value])
-        return data.trim_and_add_eos(ids, side, data.Task(), cfg.data).tolist()
-    is_ids = isinstance(value, list) and all(type(i) is int and 0 <= i < V for i in value)
-    if not is_ids:
-        raise UserError(
-            f"Example {index + 1} needs {side}: a text, or a list of ids from 0 to "
-            f"{V - 1}. It has the fields {[*line]}."
-        )
-    without_padding = [i for i in value if i != data.PAD]
-    if without_padding[-1:] != [data.EOS]:
-        configs.print_once(f"Some {side} do not end with EOS (the id 1), as T5 expects.")
-    return value
-
-
 def read_input(options: "Options", tokenizer) -> Iterator[Request]:
     """Yield a Request for each line of --input that belongs to --shard.
 
@@ -538,7 +509,9 @@ def read_input(options: "Options", tokenizer) -> Iterator[Request]:
     first, count = map(int, options.shard.split("/"))
     if not 0 <= first < count:
         raise UserError(f"--shard {options.shard} must be I/N with I from 0 to N - 1.")
+    task = data.Task(options.input)
     if kind == "task":
+        # NAME or NAME:SPLIT, and a name can have a colon, too, as in jsonl:a.jsonl
         name, split = re.fullmatch(r"(.+?)(?::(\w+))?", name).groups("validation")
         task, files = data.open_task(name, split, cfg)
         if not files or task.objective:
@@ -549,16 +522,14 @@ def read_input(options: "Options", tokenizer) -> Iterator[Request]:
     else:
         texts = sys.stdin if options.text is None else [options.text]
         lines = ({"inputs": text.strip()} for text in texts)
-    sides = ("inputs", "targets") if options.mode == "score" else ("inputs",)
     for index, line in itertools.islice(enumerate(lines), first, None, count):
-        if kind == "task":
-            (ids_of_sides,) = data.encode_pairs([line], task, tokenizer, cfg)
-        else:
-            ids_of_sides = [line_ids(line, side, index, cfg, tokenizer) for side in sides]
-        yield Request(*ids_of_sides, index=index, line=line)
-
-
-RESULT_FIELDS = {"prediction", "predictions", "scores", "score", "embedding"}
+        pair = line if options.mode == "score" else {**line, "targets": ""}
+        try:
+            (ids,) = data.encode_pairs([pair], task, tokenizer, cfg)
+        except Exception as error:
+            error.add_note(f"in example {index + 1} with the fields {[*line]}")
+            raise
+        yield Request(*ids, index, line)
 
 
 def result_fields(line: dict, result, cfg: Config, tokenizer, mode: str) -> dict:
@@ -579,7 +550,7 @@ def to_json(line: dict) -> bytes:
     return text.encode(errors="backslashreplace") + b"\n"
 
 
-def job_digest(options: "Options", step: int, tokenizer) -> str:
+def job_checksum(options: "Options", step: int, tokenizer) -> int:
     """Return a checksum of what a result depends on, apart from its line and the code."""
     folder = partition.Checkpoints(options.run_dir).path(step)
     headers = partition.read_headers(folder)  # with a checksum of each array
@@ -587,58 +558,42 @@ def job_digest(options: "Options", step: int, tokenizer) -> str:
     cfg = replace(options.cfg, decode=decode, mesh=None)
     flags = replace(options, cfg=cfg, distributed=None, output="", step="")
     job = flags, tokenizer.sha256, headers, partition.platform()
-    return f"{zlib.crc32(repr(job).encode()):08x}"
-
-
-def skip_answered(file, requests: Iterator[Request], block_size: int) -> int:
-    """Cut an unfinished file after its last complete block, and skip its requests.
-
-    A part of a block is computed again: in another batch, the last digits of scores
-    would change. Returns the number of requests skipped.
-    """
-    file.seek(0)
-    complete = sum(text.endswith(b"\n") for text in file)
-    done = complete - complete % block_size
-    file.seek(0)
-    for text in itertools.islice(file, done):
-        line = next(requests, Request([])).line
-        old, new = json.loads(text), json.loads(to_json(line))
-        results = {name: old[name] for name in old.keys() & RESULT_FIELDS}
-        if old != new | results:
-            raise UserError(f"{file.name} was begun with other inputs: remove it.")
-    file.truncate()
-    return done
+    return zlib.crc32(repr(job).encode())
 
 
 def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
-    """Write OUTPUT.DIGEST.partial, or continue it after a kill. Then rename it."""
-    cfg, mode = options.cfg, options.mode
-    if os.path.exists(options.output):
-        raise UserError(f"{options.output} exists already: name another --output.")
-    requests = read_input(options, tokenizer)
-    file, done = None, 0  # Only process 0 writes.
-    if partition.is_main_process():
-        digest = job_digest(options, step, tokenizer)
-        file = partition.open_locked(f"{options.output}.{digest}.partial", "a+b")
-        done = skip_answered(file, requests, BATCHES_PER_BLOCK * cfg.decode.batch_size)
-    done = int(multihost_utils.broadcast_one_to_all(np.int32(done)))
-    if done:
-        configs.print_once(f"Continuing after {done:,} answers of a killed command.")
-    if not file:  # Process 0 has skipped them already.
-        requests = itertools.islice(requests, done, None)
-    requests, to_compute = itertools.tee(requests)
-    results = process_requests(params, cfg, to_compute, mode)
-    for request, result in zip(requests, results):
-        if file:
+    """Write a file for each block of lines, and join these files at the end.
+
+    The name of such a file has a checksum of the job and of the lines. So after a kill,
+    the same command finds the blocks that are complete.
+    """
+    cfg, mode, output = options.cfg, options.mode, configs.to_path(options.output)
+    if output.exists():
+        raise UserError(f"{output} exists already: name another --output.")
+    job = job_checksum(options, step, tokenizer)
+    requests = iter(tqdm(read_input(options, tokenizer), "examples", disable=None))
+    parts = []
+    while block := list(itertools.islice(requests, 16 * cfg.decode.batch_size)):
+        lines = b"".join(to_json(request.line) for request in block)
+        checksum = zlib.crc32(lines, job)
+        part = configs.to_path(f"{output}.{block[0].index}-{checksum:08x}.partial")
+        parts.append(part)
+        # Only process 0 writes files, so it decides for all processes.
+        if multihost_utils.broadcast_one_to_all(np.int32(part.exists())):
+            continue
+        answers = []
+        for request, result in zip(block, process_requests(params, cfg, block, mode)):
             fields = result_fields(request.line, result, cfg, tokenizer, mode)
-            file.write(to_json(request.line | fields))
-    if file:
-        file.flush()
-        os.fsync(file.fileno())
-        if os.path.exists(options.output):  # Another command may have written it.
-            raise UserError(f"{options.output} exists: the answers are in {file.name}.")
-        os.replace(file.name, options.output)
-        configs.print_once(f"The answers are in {options.output}.")
+            answers.append(to_json(request.line | fields))
+        if partition.is_main_process():
+            configs.write_file(part, b"".join(answers))
+    if partition.is_main_process():
+        if output.exists():  # Another command may have written it.
+            raise UserError(f"{output} exists: the answers are in {output}.*.partial.")
+        configs.write_file(output, (part.read_bytes() for part in parts))
+        for part in parts:
+            part.unlink()
+        configs.print_once(f"The answers are in {output}.")
 
 
 # ---- the command -----------------------------------------------------------------------

@@ -175,8 +175,6 @@ def split_rng(rng, n: int):
 #       position_bias           looks up a learned bias for the bucket of each distance
 #       dot_product_attention   softmax(q k^T + bias) v
 
-KV = tuple[Array, Array]  # the keys and values of all heads, both [B, H, K, C]
-
 
 def relative_bucket(
     relative_position: np.ndarray, bidirectional: bool, model_cfg: ModelConfig
@@ -261,7 +259,7 @@ def attend_on_each_device(
     relative_bias [H, R]: the learned biases, or None in cross-attention.
     """
 
-    def attend(q, k, v, mask, relative_bias):
+    def attend_here(q, k, v, mask, relative_bias):
         bias = None
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
@@ -276,12 +274,12 @@ def attend_on_each_device(
         return dot_product_attention(q, k, v, mask, bias)
 
     if get_abstract_mesh().empty:
-        return attend(q, k, v, mask, relative_bias)
-    # Each device calls `attend` for its own rows and heads, without communication.
+        return attend_here(q, k, v, mask, relative_bias)
+    # Each device calls attend_here for its own rows and heads, without communication.
     heads = spec(("batch", "heads"))
     specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
     # The kernels do not say over which axes their outputs vary, so this is not checked.
-    sharded = jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)
+    sharded = jax.shard_map(attend_here, in_specs=specs, out_specs=heads, check_vma=False)
     return sharded(q, k, v, mask, relative_bias)
 
 
@@ -291,8 +289,8 @@ def split_heads(x: Array, model_cfg: ModelConfig) -> Array:
     return x.reshape(*x.shape[:2], model_cfg.num_heads, model_cfg.d_kv).swapaxes(1, 2)
 
 
-def keys_values(w: dict, x: Array, model_cfg: ModelConfig) -> KV:
-    """Project activations [B, K, D] to keys and values."""
+def keys_values(w: dict, x: Array, model_cfg: ModelConfig) -> tuple[Array, Array]:
+    """Project activations [B, K, D] to keys and values, both [B, H, K, C]."""
     k, v = dense(x, w["key"]), dense(x, w["value"])
     return split_heads(k, model_cfg), split_heads(v, model_cfg)
 

@@ -142,22 +142,17 @@ def check_same(value: Any) -> None:
         )
 
 
-def open_locked(path: Path | str, mode: str):
-    """Open a file, and lock it against other processes until it is closed."""
-    file = open(path, mode)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"Another process is using {path}: wait until it ends.") from None
-    return file
-
-
 def lock(run_dir: Path):
     """Keep a second command from training in the same local folder (not in a bucket)."""
     if configs.is_remote(run_dir) or not is_main_process():
         return contextlib.nullcontext()
     run_dir.mkdir(parents=True, exist_ok=True)
-    return open_locked(run_dir / ".lock", "w")
+    file = open(run_dir / ".lock", "w")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"Another process is training in {run_dir}.") from None
+    return file
 
 
 # ---- writing a checkpoint --------------------------------------------------------------

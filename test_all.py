@@ -1340,7 +1340,7 @@ def test_parquet_rows_keep_their_types(tmp_path):
 def test_values_that_are_neither_texts_nor_ids_are_refused(ids):
     """A column of bytes in Parquet is not read as ids."""
     row = {"inputs": ids, "targets": "b"}
-    with pytest.raises(UserError, match="ids"):
+    with pytest.raises(ValueError, match="ids"):
         data.tokenize([row], data.Task(), TOKENIZER)
 
 
@@ -2244,7 +2244,7 @@ def test_the_id_0_is_padding_wherever_it_stands():
     pairs = ([5, 6, 7, 1], [8, 9, 1]), ([5, 6, 7, 1, 0, 0], [8, 9, 1, 0])
     examples = [infer.Request(*pair) for pair in pairs]
     for mode in ("predict", "score", "encode"):
-        results = list(infer.process_requests(params, cfg, examples, mode))
+        results = infer.process_requests(params, cfg, examples, mode)
         assert_equal(*results)
     inner = infer.Request([5, 0, 6, 1], [8, 0, 9, 1])
     batch = pad_batch([inner.inputs], [inner.targets], 4, 4)
@@ -2253,8 +2253,7 @@ def test_the_id_0_is_padding_wherever_it_stands():
     (found,) = infer.process_requests(params, cfg, [inner], "score")
     assert_allclose(found, infer.score(params, batch, cfg.model)[0], rtol=1e-5)
     with pytest.raises(UserError, match="padding"):  # softmax over no key at all
-        empty = infer.Request([0, 0], [1])
-        next(infer.process_requests(params, cfg, [inner, empty]))
+        infer.process_requests(params, cfg, [inner, infer.Request([0, 0], [1])])
 
 
 def test_beams_without_an_output_are_left_out():
@@ -2320,15 +2319,6 @@ def answer(byte_run, tmp_path, monkeypatch):
     return answer_lines
 
 
-@pytest.fixture
-def begun(byte_run):
-    """A function that returns the path of the unfinished file of answer(NAME)."""
-    flags = ["--input", "in.jsonl", "--run_dir", str(byte_run)]
-    options = configs.parse(infer.Options, flags)
-    digest = infer.job_digest(options, 2, data.load_tokenizer(options.cfg))
-    return lambda output: Path(f"{output}.{digest}.partial")
-
-
 def test_each_line_gets_a_result_of_its_kind(answer):
     for line, given in zip(answer("a.jsonl").splitlines(), LINES, strict=True):
         line = json.loads(line)
@@ -2343,48 +2333,63 @@ def test_each_line_gets_a_result_of_its_kind(answer):
     assert best["scores"] == sorted(best["scores"], reverse=True)
 
 
-def test_a_job_that_was_killed_ends_with_the_same_file(answer, begun):
-    """Wherever its unfinished file was cut, and with another batch size."""
-    whole = answer("a.jsonl")
-    for cut in (0, 1, whole.index(b"\n"), whole.index(b"\n") + 1, 500, len(whole)):
-        begun("b.jsonl").write_bytes(whole[:cut])
-        assert answer("b.jsonl", "--decode.batch_size", 3) == whole
-        Path("b.jsonl").unlink()
-    assert not list(Path().glob("*.partial"))
+def kill_after(monkeypatch, blocks):
+    """Interrupt infer.py after so many blocks. Returns the blocks that it computes."""
+    computed, process_requests = [], infer.process_requests
+
+    def process_or_stop(params, cfg, block, mode):
+        if len(computed) == blocks:
+            raise KeyboardInterrupt
+        computed.append(block)
+        return process_requests(params, cfg, block, mode)
+
+    monkeypatch.setattr(infer, "process_requests", process_or_stop)
+    return computed
+
+
+BLOCKS = "--decode.batch_size", 1  # so a block has 16 lines
+
+
+def test_a_job_that_was_killed_ends_with_the_same_file(answer, monkeypatch):
+    """It computes each block once."""
+    write_jsonl(Path("in.jsonl"), LINES * 3)
+    whole = answer("a.jsonl", *BLOCKS)
+    for number in range(3):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            kill_after(patch, 1)
+            answer("b.jsonl", *BLOCKS)
+        assert len([*Path().glob("b.jsonl.*.partial")]) == number + 1
+    computed = kill_after(monkeypatch, 1)
+    assert answer("b.jsonl", *BLOCKS) == whole and len(computed) == 1
+    assert not [*Path().glob("*.partial")]
 
 
 @pytest.mark.parametrize(
-    "flags",
-    ["--mode score", "--step 1", "--shard 1/2", "--decode.beams 2", "--train.seed 9"],
-)
-def test_another_job_does_not_continue_the_file(answer, begun, flags):
-    begun("a.jsonl").write_text(json.dumps(LINES[0] | {"prediction": "x"}) + "\n")
-    assert b'"x"' not in answer("a.jsonl", *flags.split())
-    assert begun("a.jsonl").exists()
+    "flags, line",
+    [("--mode score", {}), ("--step 1", {}), ("--shard 1/2", {}), ("--decode.beams 2", {}),
+     ("--train.seed 9", {}), ("", {"id": "x"}), ("", {"inputs": "x"})],
+)  # fmt: skip
+def test_a_block_of_another_job_or_of_other_lines_is_not_used(
+    flags, line, answer, monkeypatch
+):
+    computed = kill_after(monkeypatch, 1)
+    write_jsonl(Path("in.jsonl"), LINES * 3)
+    with pytest.raises(KeyboardInterrupt):
+        answer("a.jsonl", *BLOCKS)
+    computed.clear()
+    write_jsonl(Path("in.jsonl"), [LINES[0] | line, *LINES[1:]] * 3)
+    with pytest.raises(KeyboardInterrupt):
+        answer("a.jsonl", *BLOCKS, *flags.split())
+    assert len([*Path().glob("a.jsonl.*.partial")]) == 2
+    assert computed[0][0].line == (
+        (LINES[0] | line) if "shard" not in flags else LINES[1]
+    )
 
 
-def test_only_the_complete_windows_of_an_unfinished_file_are_kept(answer, begun):
-    write_jsonl(begun("a.jsonl"), [line | {"prediction": "x"} for line in LINES])
-    whole = answer("a.jsonl", "--decode.batch_size", 1)  # a window has 16 lines
-    assert whole.count(b'"x"') == 16 and whole.count(b"\n") == len(LINES)
-
-
-def test_files_of_other_inputs_and_finished_files_are_not_touched(answer, begun):
-    for field in ("inputs", "id"):
-        write_jsonl(begun("a.jsonl"), [line | {field: "x"} for line in LINES])
-        with pytest.raises(UserError, match="a.jsonl"):
-            answer("a.jsonl", "--decode.batch_size", 1)
-    begun("a.jsonl").unlink()
-    write_jsonl(begun("c.jsonl"), [line | {"prediction": "x"} for line in LINES])
-    write_jsonl(Path("in.jsonl"), LINES[:3])
-    with pytest.raises(UserError, match="c.jsonl"):  # It has more lines than the input.
-        answer("c.jsonl", "--decode.batch_size", 1)
+def test_a_finished_file_is_not_touched(answer):
     answer("a.jsonl")
     with pytest.raises(UserError, match="a.jsonl"):
         answer("a.jsonl")
-    with partition.open_locked(begun("b.jsonl"), "w"):  # as a second, equal command does
-        with pytest.raises(UserError, match="b.jsonl"):
-            answer("b.jsonl")
 
 
 def test_shards_share_the_lines_and_keep_their_random_samples(answer, monkeypatch):
@@ -2408,8 +2413,10 @@ def test_shards_share_the_lines_and_keep_their_random_samples(answer, monkeypatc
 )  # fmt: skip
 def test_a_line_that_is_neither_text_nor_ids_is_named(answer, line):
     Path("in.jsonl").write_text(f'{{"inputs": "a"}}\n{line}\n')
-    with pytest.raises(UserError, match="Example 2|in.jsonl:2"):
+    with pytest.raises((SystemExit, Exception)) as error:
         answer("a.jsonl")
+    notes = getattr(error.value, "__notes__", "")
+    assert re.search("example 2|in.jsonl:2", f"{error.value} {notes}")
 
 
 def test_tasks_are_answered_as_they_are_trained(answer, monkeypatch):
@@ -2420,14 +2427,15 @@ def test_tasks_are_answered_as_they_are_trained(answer, monkeypatch):
 
     def record(params, cfg, examples, mode):
         seen.extend(examples)
-        return iter([([[5]], [0.0])] * len(seen))
+        return [-1.0] * len(examples)
 
     monkeypatch.setattr(infer, "process_requests", record)
     for name, eos in (("with", True), ("without", False)):
         task = data.Task("jsonl:task.jsonl", eos_in_inputs=eos)
         monkeypatch.setitem(data.TASKS, name, task)
-        answer(f"{name}.jsonl", "--input", f"task:{name}:validation")
-    answer("file.jsonl", "--input", "task:jsonl:task.jsonl")
+        task_flags = "--input", f"task:{name}:validation"
+        answer(f"{name}.jsonl", "--mode", "score", *task_flags)
+    answer("file.jsonl", "--mode", "score", "--input", "task.jsonl")
     byte = [ord(c) + 3 for c in "abc"]
     inputs = [list(x.inputs) for x in seen]
     ended = [[5, 6, 1], [*byte[:2], 1]]
@@ -3064,11 +3072,14 @@ def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet, monkey
         ("", dict(steps=0), "0 .* 0"),
         ("", dict(steps=2000, start_step=1000), "init_from"),
         ("nothing", {}, "nothing"),
+        ("RUN", dict(steps=2, restore="all"), "2 .* 2"),
     ],
 )
-def test_a_run_without_steps_or_weights_is_refused(source, changes, named, tmp_path):
+def test_a_run_without_steps_or_weights_is_refused(
+    source, changes, named, byte_run, tmp_path
+):
     with pytest.raises(UserError, match=named):
-        train_small(tmp_path / "run", source, **changes)
+        train_small(tmp_path / "run", source.replace("RUN", str(byte_run)), **changes)
     assert not (tmp_path / "run").exists()
 
 
@@ -3817,15 +3828,14 @@ def kill_when(folder, pattern, size, *args):
 
 @slow
 def test_a_killed_inference_continues_where_it_stopped(pretrained, tmp_path):
-    """The file is that of a command that was not killed, also if a line was torn."""
+    """The file is that of a command that was not killed."""
     rows = [{"inputs": f"{i} {line}"} for i, line in enumerate(sentences(3000))]
     write_jsonl(tmp_path / "in.jsonl", rows)
     flags = "infer.py", "--run_dir", pretrained, "--input", tmp_path / "in.jsonl"
     command(*flags, "--output", tmp_path / "whole")
-    for size in (1, 40_000, 120_000):
-        kill_when(tmp_path, "out.*.partial", size, *flags, "--output", tmp_path / "out")
-        (partial,) = tmp_path.glob("out.*.partial")
-        partial.write_bytes(partial.read_bytes()[:-3])
+    for index in (0, 1024, 2048):
+        part = f"out.{index}-*.partial"
+        kill_when(tmp_path, part, 1, *flags, "--output", tmp_path / "out")
     command(*flags, "--output", tmp_path / "out")
     assert (tmp_path / "out").read_bytes() == (tmp_path / "whole").read_bytes()
     assert not list(tmp_path.glob("*.partial"))

@@ -526,23 +526,29 @@ def find_start(
     A run resumes from its newest checkpoint. A new run has random weights, or takes the
     weights of `init_from`, and with --train.restore all also its step and optimizer.
     """
-    train_cfg = cfg.train
     checkpoint = partition.newest_checkpoint(run_dir)
-    resumes = checkpoint is not None
-    if init_from and not resumes:
+    if checkpoint:
+        return checkpoint, True, step_of(checkpoint)
+    step, steps = cfg.train.start_step, cfg.train.steps
+    if init_from:
         checkpoint = partition.newest_checkpoint(init_from)
         if not checkpoint:
             raise UserError(f"{init_from} is not a checkpoint, nor a run that has one.")
-    takes_step = checkpoint and (resumes or train_cfg.restore == "all")
-    step = int(checkpoint.name.split("_")[1]) if takes_step else train_cfg.start_step
-    if not resumes and step >= train_cfg.steps:
+        if cfg.train.restore == "all":
+            step = step_of(checkpoint)
+    if step >= steps:
         raise UserError(
-            f"A new run at step {step} needs --train.steps above {step}, not "
-            f"{train_cfg.steps}, or an earlier start: see --train.start_step and restore."
+            f"A new run at step {step} needs --train.steps above {step}, not {steps}, "
+            f"or an earlier start: see --train.start_step and restore."
         )
-    if train_cfg.start_step and not checkpoint:
+    if step and not checkpoint:
         raise UserError("--train.start_step needs the weights of --init_from RUN.")
-    return checkpoint, resumes, step
+    return checkpoint, False, step
+
+
+def step_of(checkpoint: Path) -> int:
+    """Return 1000 for a folder step_00001000."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def print_setup(cfg: Config, mesh: Mesh) -> None:
@@ -569,10 +575,8 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
     abstract, lowered = lower_step(cfg, mesh)  # prints a note if no kernel fits
     print(f"start    step {step:,}, {checkpoint or 'random weights'}")
     tokenizer = data.load_tokenizer(cfg, run_dir if resumes else init_from)
-    data_position = None
-    if resumes:
-        _, data_position = partition.read_headers(checkpoint)
-    batches = data.Batches(cfg, tokenizer, data_position)
+    position = partition.read_headers(checkpoint)[1] if resumes else None
+    batches = data.Batches(cfg, tokenizer, position)
     partition.check_same((tokenizer.sha256, batches.position["files_crc32"]))
     if partition.is_main_process():
         tokenizer.save(run_dir)
@@ -615,20 +619,18 @@ def parse(argv: list[str] | None = None) -> Options:
     resumes = bool(partition.Checkpoints(run_dir).steps())
     if resumes:
         stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
+        cfg = configs.load_recipe(flags.config) if flags.config else stored
         init_from = metadata["init_from"]
+        origin = stored  # The run init_from may be gone, but it had the same network.
     else:
-        init_from = flags.init_from
         if flags.run_dir and not flags.config:
             raise UserError(f"{run_dir} has no checkpoint: a new run needs --config.")
         if (configs.to_path(run_dir) / "config.json").exists():
             configs.load_run(run_dir)  # refuses a folder of Hugging Face
-    if flags.config or not resumes:
         cfg = configs.load_recipe(flags.config or "tiny")
-    else:
-        cfg = stored
+        init_from = flags.init_from
+        origin = configs.load_run(init_from)[0] if init_from else None
     if init_from:
-        # When a run resumes, the other one may be gone, so it has a copy of the settings.
-        origin = stored if resumes else configs.load_run(init_from)[0]
         cfg = configs.with_network_of(cfg, origin)
     options = Options(cfg, flags.config, run_dir, init_from=init_from)
     options = configs.parse_flags(options, argv)
