@@ -77,15 +77,15 @@ SUBLAYERS = {
 IN_SUBLAYER = {
     "norm": ("pre_{part}_layer_norm/scale", "layer_norm"),
     # Only UMT5 has one in every layer.
-    "relative_bias": ("relpos_bias/rel_embedding", "{hf}.relative_attention_bias"),
-    "query": ("{t5x}/query/kernel", "{hf}.q"),
-    "key": ("{t5x}/key/kernel", "{hf}.k"),
-    "value": ("{t5x}/value/kernel", "{hf}.v"),
-    "out": ("{t5x}/out/kernel", "{hf}.o"),
-    "gate": ("{t5x}/wi_0/kernel", "{hf}.wi_0"),
-    "up": ("{t5x}/wi_1/kernel", "{hf}.wi_1"),
-    "up without gate": ("{t5x}/wi/kernel", "{hf}.wi"),
-    "down": ("{t5x}/wo/kernel", "{hf}.wo"),
+    "relative_bias": ("relpos_bias/rel_embedding", "{module}.relative_attention_bias"),
+    "query": ("{module}/query/kernel", "{module}.q"),
+    "key": ("{module}/key/kernel", "{module}.k"),
+    "value": ("{module}/value/kernel", "{module}.v"),
+    "out": ("{module}/out/kernel", "{module}.o"),
+    "gate": ("{module}/wi_0/kernel", "{module}.wi_0"),
+    "up": ("{module}/wi_1/kernel", "{module}.wi_1"),
+    "up without gate": ("{module}/wi/kernel", "{module}.wi"),
+    "down": ("{module}/wo/kernel", "{module}.wo"),
 }
 
 
@@ -98,10 +98,10 @@ def foreign_names(path: str, layer, gated: bool = True) -> tuple[str, str]:
     if sublayer not in SUBLAYERS or name not in IN_SUBLAYER:
         raise UserError(f"No other format has a name for the parameter {path}.")
     stack, _, part = sublayer.split("/")
-    t5x_part = part.replace("cross_attention", "encoder_decoder_attention")
-    number, hf_part = SUBLAYERS[sublayer]
+    t5x_module = part.replace("cross_attention", "encoder_decoder_attention")
+    number, hf_module = SUBLAYERS[sublayer]
     t5x, hf = IN_SUBLAYER["up without gate" if name == "up" and not gated else name]
-    t5x, hf = t5x.format(part=part, t5x=t5x_part), hf.format(hf=hf_part)
+    t5x, hf = t5x.format(part=part, module=t5x_module), hf.format(module=hf_module)
     hf_layer = f"{stack}.block.{layer}.layer.{number}"
     return f"{stack}/layers_{layer}/{t5x}", f"{hf_layer}.{hf}.weight"
 
@@ -312,9 +312,9 @@ def set_output_layer(arrays: dict, config: dict, folder: Path) -> None:
     head = arrays.pop("lm_head.weight", embed)
     is_equal = np.array_equal(head, embed, equal_nan=True)
     is_mt5 = config.get("model_type") == "mt5"
-    flag = config.get("tie_word_embeddings", True)
-    scaled = config.get("scale_decoder_outputs", flag) and not is_mt5
-    if not has_head and not flag and "scale_decoder_outputs" not in config:
+    tie_flag = config.get("tie_word_embeddings", True)
+    scaled = config.get("scale_decoder_outputs", tie_flag) and not is_mt5
+    if not has_head and not tie_flag and "scale_decoder_outputs" not in config:
         raise UserError(f"{folder} has no lm_head.weight, although it is not tied.")
     stated = {"tie_word_embeddings", "scale_decoder_outputs"} & config.keys()
     if not is_equal and not stated and not is_mt5:

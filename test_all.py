@@ -29,6 +29,7 @@ import sys
 import time
 import types
 import zipfile
+import zlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -1199,8 +1200,19 @@ def test_rows_are_packed_together_until_their_longer_sides_are_full(mixture, mon
 def test_a_window_ends_after_so_many_characters(tmp_path):
     row, task = {"inputs": "x" * 900, "targets": ""}, data.Task()
     files = data.source_files(write_jsonl(tmp_path / "a", [row] * 9), "test", BYTES)
-    chunks, end = next(data.read_windows(task, files, TOKENIZER, BYTES, 3000))
-    assert len(chunks) == 3 and end == data.Cursor(epoch=0, file=0, record=3)
+    for size, count in ((3000, 3), (3600, 3), (3601, 4)):  # a record counts as 1,200
+        chunks, end = next(data.read_windows(task, files, TOKENIZER, BYTES, size))
+        assert len(chunks) == count and end == data.Cursor(0, 0, record=count)
+
+
+def test_batches_never_change():
+    """So a run that an older version began gets the batches that it would have got."""
+    cfg = change(configs.RECIPES["tiny_finetune"], data=dict(vocab="bytes"))
+    batches, crc32 = data.Batches(cfg, data.load_tokenizer(cfg)), 0
+    for batch in itertools.islice(batches, 40):
+        state = json.dumps(batches.position).encode()
+        crc32 = zlib.crc32(b"".join([*map(np.ndarray.tobytes, batch), state]), crc32)
+    assert crc32 == 0x25E69B0C
 
 
 def test_a_batch_is_a_part_of_an_order_of_rows(mixture):
@@ -1591,10 +1603,11 @@ def test_a_vocabulary_is_trained_on_the_training_texts(tmp_path):
     assert 140 < small.size < 4000  # pieces that so small a text does not have
 
 
-def test_the_command_shows_rows_and_lists_tasks(mixture, byte_run):
+def test_the_command_shows_rows_and_lists_tasks(mixture, byte_run, pretrained):
     shown = run(f"data --data.task a --init_from {byte_run}")
     assert re.search(r"^inputs\n(    \d+x.*\n)+targets\n", shown, re.MULTILINE)
     assert "0.00% of the inputs are unknown" in shown
+    assert "training a vocabulary" not in run(f"data --run_dir {pretrained}")
     shown = run("data --data.task abc --list")
     assert "glue_rte_v002" in shown and re.search(r"^b +2 +jsonl:", shown, re.MULTILINE)
 
@@ -3266,6 +3279,7 @@ def test_hugging_face_and_back(family, kind, tmp_path, capsys):
     again = convert.read_model(tmp_path / "back")
     assert again.cfg.model == m and (again.tokenizer is not None) == (family == "ByT5")
     assert again.cfg.data.extra_ids == (0 if family == "ByT5" else 100)
+    assert again.cfg.train.steps == 1  # A setting cannot be 0.
     assert "tie_word_embeddings" not in capsys.readouterr().out  # no note about versions
 
 
