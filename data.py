@@ -118,7 +118,7 @@ def corrupt_spans(tokens: np.ndarray, first_sentinel: int, data_cfg: DataConfig,
     noise, spans = noise_counts(length, data_cfg)
     kept = random_segmentation(length - noise, spans, rows, (*seeds, length, 0))
     removed = random_segmentation(noise, spans, rows, (*seeds, length, 1))
-    lengths = np.stack([kept, removed], axis=2)  # [rows, spans, 2]: in turn
+    lengths = np.stack([kept, removed], axis=2)  # [rows, spans, 2], alternating
     is_noise = np.tile([False, True], rows * spans)
     noise_mask = np.repeat(is_noise, lengths.ravel()).reshape(rows, length)
     # In the inputs, a sentinel overwrites the first token of each removed span; in the
@@ -464,7 +464,7 @@ class Cursor(NamedTuple):
 
 
 def read_windows(task, files, tokenizer, cfg, size: int, cursor=Cursor()) -> Iterator:
-    """Yield (the chunks or pairs of `size` characters, the Cursor of the next window)."""
+    """Yield (chunks or pairs of about `size` characters, Cursor of the next window)."""
 
     def items_of(window):
         return cut_into_chunks(tokenize(window, task, tokenizer), task, cfg.data)

@@ -333,16 +333,16 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
         (choice["idx"], choice["is_correct"], choice["weight"], length)
         for choice, length in zip(choices, lengths)
     ]
+    # If all examples have the same choices, these are classes.
     choice_sets = {tuple(x.get("answer_choices", task.choices)) for x in pairs}
     num_classes = len(choice_sets.pop()) if len(choice_sets) == 1 else None
     # Try the metrics before the work: a package may be missing.
     rank_classification(labels, np.zeros(len(labels)), num_classes)
     requests = [infer.Request(inputs, targets) for inputs, targets in id_pairs]
     scores = np.array(infer.process_requests(params, cfg, requests, "score"))
-    if normalize:
-        scores = scores / lengths
-    metrics = rank_classification(labels, scores, num_classes)
-    return metrics, ranked_lines(choices, groups, scores)
+    metrics = rank_classification(labels, scores, num_classes, normalize)
+    ranked = scores / lengths if normalize else scores
+    return metrics, ranked_lines(choices, groups, ranked)
 
 
 # ---- metrics ---------------------------------------------------------------------------

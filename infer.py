@@ -72,13 +72,13 @@ from partition import constrain
 
 def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> Array:
     """Call dot_product_attention for the few queries of the newest tokens."""
-    N = q.shape[2]
+    Q = q.shape[2]
     if partition.platform() == "tpu":
         # Fewer than 8 queries would not use the matrix unit, and take four times as long.
-        mask = jnp.broadcast_to(mask, (*mask.shape[:2], N, mask.shape[3]))
-        padding = (0, 0), (0, 0), (0, -N % 8), (0, 0)
+        mask = jnp.broadcast_to(mask, (*mask.shape[:2], Q, mask.shape[3]))
+        padding = (0, 0), (0, 0), (0, -Q % 8), (0, 0)
         q, mask = jnp.pad(q, padding), jnp.pad(mask, padding)
-    return model.dot_product_attention(q, k, v, mask, bias)[:, :, :N]
+    return model.dot_product_attention(q, k, v, mask, bias)[:, :, :Q]
 
 
 def init_cache(params: dict, encoded: Array, length: int, model_cfg: ModelConfig, N: int):

@@ -979,6 +979,11 @@ def test_wrong_flags_are_refused(flags, capsys):
     assert error.value.code
 
 
+def test_lists_of_settings_have_no_other_names():
+    lists = *configs.AT_LEAST_1, *configs.FRACTIONS, *configs.CHANGEABLE
+    assert {*lists} <= {*configs.flat_settings(SMALL), "decode", "mesh"}
+
+
 def test_a_recipe_file_adds_tasks_and_mixtures(tmp_path, tables):
     (tmp_path / "my.py").write_text(RECIPE)
     options = train.parse(["--config", str(tmp_path / "my.py")])

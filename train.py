@@ -59,7 +59,7 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
     warmup = train_cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
     steps_per_cycle = train_cfg.steps_per_cycle
-    if not steps_per_cycle:  # As long as the run, so that its last rate is above 0.
+    if not steps_per_cycle:  # All steps, with the warmup: so the last rate is above 0.
         steps_per_cycle = train_cfg.steps - train_cfg.schedule_offset
     cycles = jnp.maximum(0.0, (step - warmup) / steps_per_cycle)  # since the warmup
     factors = {
@@ -252,7 +252,8 @@ def train_loop(
         # JAX computes the step in the background. Reading a metric waits for its result.
         state, metrics = compiled_step(state, partition.put_batch(batch))
         stop_now = must_stop(step)
-        last_step = step if stop_now else steps  # saved, too, unless save_every is 0
+        # A stop also saves, unless save_every is 0.
+        last_step = step if stop_now else steps
         save_now = is_due(train_cfg.save_every, step, last_step)
         log_now = is_due(train_cfg.log_every, step, steps)
         if log_now or save_now:  # Do not save what a gradient of NaN has changed.
