@@ -460,7 +460,7 @@ def token_metrics(
 ) -> dict[str, Array]:
     """Return the losses of each target token, and whether the prediction is correct.
 
-    The losses are the cross entropy, log Z minus the logit of the target, and, as in Mesh
+    The loss is the cross entropy, log Z minus the logit of the target, plus, as in Mesh
     TensorFlow, the z-loss, z_loss * (log Z)^2, which keeps the logits near zero. Label
     smoothing shares some probability of the target token equally among all others. As in
     T5X, the entropy of the smoothed target is subtracted, so the lowest loss is 0.
@@ -471,18 +471,20 @@ def token_metrics(
     log_z = jax.nn.logsumexp(logits, axis=-1)
     # A sum of products instead of a lookup, whose gradient would be a slow scatter.
     target_logit = jnp.sum(jax.nn.one_hot(targets, V) * logits, axis=-1)
-    loss = log_z - target_logit
+    cross_entropy = log_z - target_logit
     if label_smoothing:
         # The smoothed target has the probability `on` at the target, and `off` elsewhere.
         on, off = 1 - label_smoothing, label_smoothing / (V - 1)
         entropy = -(on * math.log(on) + (V - 1) * off * math.log(off))
         all_logits = jnp.sum(logits, axis=-1)
-        loss = log_z - (on - off) * target_logit - off * all_logits - entropy
+        cross_entropy = log_z - (on - off) * target_logit - off * all_logits - entropy
+    z_losses = z_loss * log_z**2
     # Ties count as correct. An argmax would be another pass over the logits.
     is_largest = target_logit == jnp.max(logits, axis=-1)
     return {
-        "cross_ent_loss": loss,
-        "z_loss": z_loss * log_z**2,
+        "loss": cross_entropy + z_losses,
+        "cross_ent_loss": cross_entropy,
+        "z_loss": z_losses,
         "token_accuracy": is_largest,
     }
 
@@ -509,15 +511,15 @@ def loss_sums(
     metrics = token_metrics(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
     sums = {name: jnp.sum(values * loss_weights) for name, values in metrics.items()}
     sums["tokens"] = jnp.sum(loss_weights)
-    return sums["cross_ent_loss"] + sums["z_loss"], sums
+    return sums["loss"], sums
 
 
 def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
     """Return the sum of the training loss over the target tokens, and a dict of sums.
 
-    The loss is the cross entropy plus the z-loss in nats. To get a mean,
-    train.accumulate_gradients divides it by the number of tokens. The sums in the dict
-    are divided and logged, too. If you add one, metrics.jsonl has it under its name.
+    The loss is in nats. To get a mean, train.accumulate_gradients divides it by the
+    number of tokens. The dict has the sums of all token_metrics, which are divided and
+    logged, too. If you add one, metrics.jsonl has it under its name.
     """
     x = encode_and_decode(params, batch, cfg.model, rng)
     return loss_sums(params, x, batch.targets, target_weights(batch), cfg)
@@ -526,8 +528,7 @@ def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
 def mean_metrics(sums: dict) -> dict:
     """Divide sums by the number of tokens. Losses are then in nats per token."""
     tokens = jnp.maximum(sums["tokens"], 1)
-    means = {name: x / tokens for name, x in sums.items() if name != "tokens"}
-    return {"loss": means["cross_ent_loss"] + means["z_loss"], **means}
+    return {name: x / tokens for name, x in sums.items() if name != "tokens"}
 
 
 # ---- devices and memory ----------------------------------------------------------------

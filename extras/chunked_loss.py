@@ -87,14 +87,14 @@ def chunked_sums(
     """Compute what model.loss_sums computes. Only the total loss has a gradient."""
     args = unembedding, x, targets, loss_weights, cfg
     (sums,) = for_own_rows(part_sums, (P(),), *args)
-    return sums["cross_ent_loss"] + sums["z_loss"], sums
+    return sums["loss"], sums
 
 
 def forward(unembedding, x, targets, loss_weights, cfg):
     specs = P(), P(), P("data")
     args = unembedding, x, targets, loss_weights, cfg
     sums, d_unembedding, d_x = for_own_rows(part_gradients, specs, *args)
-    return (sums["cross_ent_loss"] + sums["z_loss"], sums), (d_unembedding, d_x)
+    return (sums["loss"], sums), (d_unembedding, d_x)
 
 
 def backward(cfg, saved, d_result):
