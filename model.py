@@ -528,7 +528,8 @@ def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
 def mean_metrics(sums: dict) -> dict:
     """Divide sums by the number of tokens. Losses are then in nats per token."""
     tokens = jnp.maximum(sums["tokens"], 1)
-    return {name: x / tokens for name, x in sums.items() if name != "tokens"}
+    means = {name: x / tokens for name, x in sums.items() if name != "tokens"}
+    return {"loss": means["loss"], **means}  # It is printed first.
 
 
 # ---- devices and memory ----------------------------------------------------------------
