@@ -285,14 +285,19 @@ def load_recipe(name: str) -> Config:
 
 # ---- the command line ------------------------------------------------------------------
 
-# All numbers must be at least 0, these at least 1, and fractions at most 1.
+# All numbers must be at least 0, these at least 1, and those in AT_MOST not larger.
 AT_LEAST_1 = (
     "data.mean_span_length data.inputs_length data.targets_length train.batch_size "
     "train.microbatches train.warmup_steps train.steps_per_decay train.steps_per_cycle "
     "train.loss_normalizing_factor decode.batch_size decode.num_return "
     "decode.max_length mesh.model"
 ).split()
-FRACTIONS = "model.dropout data.noise_density train.label_smoothing decode.top_p".split()
+AT_MOST = {
+    "model.dropout": 0.999,
+    "data.noise_density": 0.99,
+    "train.label_smoothing": 0.999,
+    "decode.top_p": 1,
+}
 
 
 @dataclass(frozen=True)
@@ -337,7 +342,7 @@ def parse_flags(options: Options, argv: list[str] | None) -> Options:
         description=sys.modules[type(options).__module__].__doc__,
     )
     for name, value in flat_settings(changed.cfg).items():
-        low, high = int(name in AT_LEAST_1), 1 if name in FRACTIONS else math.inf
+        low, high = int(name in AT_LEAST_1), AT_MOST.get(name, math.inf)
         if isinstance(value, int | float) and not low <= value <= high:
             raise UserError(f"--{name} {value} is out of range.")
     return changed
@@ -404,6 +409,8 @@ def load_run(source: str) -> tuple[Config, dict]:
     sections = {}
     for name, values in stored["settings"].items():
         defaults = getattr(Config(), name)  # such as ModelConfig()
+        if unknown := values.keys() - vars(defaults).keys():
+            raise UserError(f"{path} has {unknown}: a fork or older code wrote it.")
         if missing := vars(defaults).keys() - values.keys():  # newer than the run
             print_once(f"{path} lacks {name}.{missing}, which get their defaults.")
         sections[name] = replace(defaults, **values)

@@ -717,8 +717,9 @@ def source_files(source: str, split: str, cfg: Config) -> list[File]:
         # Called here, not in a thread: Python 3.11 cannot parse in two threads at once.
         return [File(f"Python {python_version()}", partial(iter, read_python()))]
     if kind not in READERS:
-        from extras.libraries import SOURCES
-
+        SOURCES = {}
+        if configs.HAS_EXTRAS:
+            from extras.libraries import SOURCES
         if kind not in SOURCES:
             kinds = ", ".join(("python", *READERS, *SOURCES))
             raise UserError(f"{source!r} is not a source KIND:NAME. Kinds: {kinds}.")
@@ -728,7 +729,8 @@ def source_files(source: str, split: str, cfg: Config) -> list[File]:
     for path, info in sorted(system.glob(pattern, detail=True).items()):
         if info["type"] != "directory":
             if "://" in name:
-                path = system.unstrip_protocol(path)  # such as gs://bucket/a.txt
+                cache, colons, _ = name.rpartition("::")  # as in simplecache::gs://...
+                path = cache + colons + system.unstrip_protocol(path)
             files.append(File(path, partial(READERS[kind], path), info["size"]))
     if not files and (filled == name or split == "train"):
         raise UserError(f"No file matches {filled}.")

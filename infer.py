@@ -561,6 +561,9 @@ def job_checksum(options: "Options", step: int, tokenizer) -> int:
     return zlib.crc32(repr(job).encode())
 
 
+LINES_PER_BLOCK = 512  # of which a kill loses at most the answers
+
+
 def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
     """Write a file for each block of lines, and join these files at the end.
 
@@ -572,14 +575,15 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
         raise UserError(f"{output} exists already: name another --output.")
     job = job_checksum(options, step, tokenizer)
     requests = iter(tqdm(read_input(options, tokenizer), "examples", disable=None))
-    parts = []
-    while block := list(itertools.islice(requests, 16 * cfg.decode.batch_size)):
+    parts, size = [], max(LINES_PER_BLOCK, cfg.decode.batch_size)
+    while block := list(itertools.islice(requests, size)):
         lines = b"".join(to_json(request.line) for request in block)
         checksum = zlib.crc32(lines, job)
-        part = configs.to_path(f"{output}.{block[0].index}-{checksum:08x}.partial")
+        part = configs.to_path(f"{output}.{block[0].index:010}-{checksum:08x}.partial")
         parts.append(part)
         # Only process 0 writes files, so it decides for all processes.
         if multihost_utils.broadcast_one_to_all(np.int32(part.exists())):
+            configs.print_once("Answers of a killed command are used.")
             continue
         answers = []
         for request, result in zip(block, process_requests(params, cfg, block, mode)):
@@ -588,8 +592,8 @@ def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
         if partition.is_main_process():
             configs.write_file(part, b"".join(answers))
     if partition.is_main_process():
-        if output.exists():  # Another command may have written it.
-            raise UserError(f"{output} exists: the answers are in {output}.*.partial.")
+        if output.exists():
+            raise UserError(f"Another command has written {output}.")
         configs.write_file(output, (part.read_bytes() for part in parts))
         for part in parts:
             part.unlink()

@@ -78,7 +78,9 @@ def test_the_attention_kernels_equal_the_equation(
     expected = values_and_gradients(model.dot_product_attention)
     assert_close(values_and_gradients(kernel.attend), expected)
     # If this fails, change `equation` and the kernels as dot_product_attention.
-    assert not attention_kernel.was_edited(model.dot_product_attention)
+    for bias in (None, jnp.zeros((4, queries, keys))):
+        args = q, k, v, mask, bias
+        assert not attention_kernel.was_edited(model.dot_product_attention, *args)
 
 
 def test_an_edited_equation_replaces_the_kernels(monkeypatch):
@@ -113,7 +115,7 @@ def test_a_gpu_uses_its_kernel_where_it_can(
     monkeypatch.setattr(jax, "local_devices", lambda: [gpu])
     monkeypatch.setattr(gpu_attention, "attend", lambda *_: True)
     monkeypatch.setattr(attention_kernel, "dot_product_attention", lambda *_: False)
-    monkeypatch.setattr(attention_kernel, "was_edited", lambda _: False)
+    monkeypatch.setattr(attention_kernel, "was_edited", lambda *_: False)
     q = jnp.zeros((1, 2, 114, channels), dtype)
     assert attention_kernel.attend(q, q, q, None) == fits
 
