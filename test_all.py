@@ -1328,8 +1328,11 @@ def test_compressed_and_remote_files_are_read(suffix):
     path = f"memory://a/b.jsonl.{suffix}"
     with fsspec.open(path, "wt", compression=compression) as file:
         file.write('{"inputs": "a", "targets": "b"}\n')
-    (opened,) = data.source_files(f"jsonl:memory://a/*.{suffix}", "validation", BYTES)
-    assert list(opened.read()) == PAIR and opened.size > 0
+    for cache in ("", "simplecache::"):
+        source = f"jsonl:{cache}memory://a/*.{suffix}"
+        (opened,) = data.source_files(source, "validation", BYTES)
+        assert list(opened.read()) == PAIR and opened.size > 0
+        assert opened.name.startswith(f"{cache}memory://")
     with pytest.raises(UserError, match="a.zip"):
         next(data.read_lines("a.zip"))
 

@@ -84,11 +84,12 @@ def test_the_attention_kernels_equal_the_equation(
 
 
 def test_an_edited_equation_replaces_the_kernels(monkeypatch):
-    def edited(q, k, v, mask, bias=None):  # one number is another
+    def edited(q, k, v, mask, bias=None):  # one number is another for many keys
+        lowest = -1e4 if k.shape[2] > 8 else -1e10
         scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
         if bias is not None:
             scores += bias
-        probs = jax.nn.softmax(jnp.where(mask, scores, -1e4), axis=-1)
+        probs = jax.nn.softmax(jnp.where(mask, scores, lowest), axis=-1)
         return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
 
     monkeypatch.setattr(attention_kernel, "dot_product_attention", edited)
