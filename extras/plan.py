@@ -129,8 +129,9 @@ def communication(text: str, devices: int) -> dict[str, list]:
 
 
 # The TPU compiler does not price Pallas kernels. In the machine code for v5e, the
-# attention kernel needs 9.6 million cycles for 459 billion operations.
-KERNEL_FLOPS_PER_CYCLE = 48_000
+# attention kernel needs 9.6 million cycles for 459 billion operations. The two cores of a
+# v4 or v5p share the blocks of heads (not equally, if their number is odd).
+KERNEL_FLOPS_PER_CYCLE = 48_000  # of a core
 
 
 def phase_of(line: str) -> str:
@@ -145,14 +146,15 @@ def phase_of(line: str) -> str:
     return "backward" if "transpose(" in name[1] else "forward"
 
 
-def estimated_cycles(text: str) -> Counter:
+def estimated_cycles(text: str, cores: int = 1) -> Counter:
     """Return the TPU compiler's estimate of the clock cycles of each phase."""
     cycles = Counter()
     for line, times in instructions(text):
         if price := re.search(r'"estimated_cycles":"(\d+)"', line):
             cycles[phase_of(line)] += times * int(price[1])
         if kernel := re.search(r'"tpu_custom_call".*"flops":"(\d+)"', line):
-            cycles[phase_of(line)] += times * int(kernel[1]) // KERNEL_FLOPS_PER_CYCLE
+            per_cycle = cores * KERNEL_FLOPS_PER_CYCLE
+            cycles[phase_of(line)] += times * int(kernel[1]) // per_cycle
     return cycles
 
 
@@ -225,7 +227,7 @@ def main():
         kind = devices[0].device_kind
         peak = memory.peak_memory_in_bytes / 1e9
         report("peak of the memory", peak, f"of {CHIPS[kind].memory} GB on a {kind}")
-        cycles = estimated_cycles(text)
+        cycles = estimated_cycles(text, devices[0].num_cores)
         for phase, number in cycles.most_common():
             report(phase, number / 1e6, "million clock cycles")
         arithmetic = {kind: cycles.total() / CHIPS[kind].clock / 1e9}
