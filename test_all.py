@@ -603,7 +603,7 @@ def test_lesson_data_a_restart_continues_with_the_same_batches(
     task, pack, mixture, tmp_path, monkeypatch
 ):
     """The position in the data is a few integers for each task, which a checkpoint holds."""
-    for name, value in dict(WINDOW_CHARACTERS=1 << 9, ROWS_PER_PACK=20).items():
+    for name, value in dict(WINDOW_CHARACTERS=1 << 11, ROWS_PER_PACK=20).items():
         monkeypatch.setattr(data, name, value)  # many small windows, and few rows packed
     for name in "xyz":
         text = "".join(f"{name} {n * n}\n" for n in range(99))
@@ -1655,9 +1655,9 @@ def a_vector(first=0):
 
 def test_the_network_needs_no_mesh():
     args = make_params(SMALL), make_batch(SMALL), SMALL.model
-    expected = model.forward(*args)
+    expected = forward(*args)
     with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        assert_close(model.forward(*args), expected)
+        assert_close(forward(*args), expected)
 
 
 def test_a_batch_is_split_by_rows():
@@ -2067,7 +2067,8 @@ def test_decoding_equals_that_of_t5x():
     assert sum(map(bool, searches)) >= 3
 
 
-@pytest.mark.parametrize("per_layer_bias", [False, pytest.param(True, marks=slow)])
+@slow
+@pytest.mark.parametrize("per_layer_bias", [False, True])
 def test_decoding_beside_hugging_face(per_layer_bias, tmp_path):
     """Greedy outputs are equal. With length_penalty="length", beams have the same scores.
 
@@ -2960,7 +2961,7 @@ def test_a_step_with_dropout_microbatches_and_loss_divisor():
 
 
 def test_the_divisor_of_a_single_target_token_is_one():
-    params, batch = make_params(SMALL), make_batch(SMALL, [(5, 1)])
+    params, batch = make_params(SMALL), make_batch(SMALL, [(5, 1)] + [(0, 0)] * 7)
     mean, _ = gradients(params, batch, SMALL, None)
     _, of_sum = loss_and_gradients(params, batch, SMALL)
     assert_close(mean, of_sum)
@@ -2989,17 +2990,18 @@ def test_the_speed_counts_the_rows_since_the_last_line(tmp_path, quiet, monkeypa
     assert values_of(tmp_path, "timing/teraflops") == {2: speed, 4: speed, 6: speed}
 
 
-def test_a_run_can_be_in_a_bucket(tmp_path, quiet):
+def test_a_run_can_be_in_a_bucket(tmp_path, quiet, monkeypatch):
     """Cloud storage cannot rename a file or append to it. Here it is in memory."""
     for protocol in ("gs", "gcs"):
         fsspec.register_implementation(protocol, MemoryFileSystem, clobber=True)
     bucket = configs.to_path(f"gs://bucket/{tmp_path.name}")
     train_small(tmp_path)
-    for steps in (1, 2, 3, 6):
-        checkpoints = train_small(bucket, steps=steps, log_every=3, keep=2)
-    assert checkpoints.steps() == [3, 6]
+    monkeypatch.setattr(train, "catch_signals", lambda: (1, 2, 3).__contains__)
+    for _ in range(4):
+        checkpoints = train_small(bucket)
+    assert checkpoints.steps() == [2, 3, 6]
     assert shard_bytes(bucket) == shard_bytes(tmp_path)
-    assert metric_lines(bucket)[-1] == metric_lines(tmp_path)[-1]
+    assert metric_lines(bucket) == metric_lines(tmp_path)
 
 
 def test_a_signal_saves_and_stops_after_the_current_step(tmp_path, quiet, monkeypatch):
@@ -3070,6 +3072,9 @@ def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet, monkey
     stored = convert.read_model(source).arrays
     started = []
     monkeypatch.setattr(train, "train_loop", lambda *args: started.append(args[2:4]) or 0)
+    program = types.SimpleNamespace(compile=lambda: None)
+    lower_step = lambda cfg, _: (train.abstract_state(cfg), program)
+    monkeypatch.setattr(train, "lower_step", lower_step)
     train_small(tmp_path / "first")
     first_batch = next(started[-1][1])
     train_small(tmp_path / "a", tmp_path / "source", steps=1001, start_step=1000)
@@ -3104,17 +3109,20 @@ def test_a_run_without_steps_or_weights_is_refused(
 
 
 def test_another_vocabulary_is_refused(tmp_path, quiet):
-    train_small(tmp_path, steps=3)
+    train_small(tmp_path)
     cfg, metadata = configs.load_run(tmp_path)
     configs.save_run(cfg, tmp_path, **metadata | {"vocabulary": "of another file"})
     with pytest.raises(UserError, match="vocabulary"):
         train_small(tmp_path)
 
 
-def test_an_infinite_learning_rate_stops_before_weights_are_saved(tmp_path, quiet):
-    with pytest.raises(UserError, match="step 1,"):
-        train_small(tmp_path, schedule="linear_warmup", warmup_steps=0, save_every=1)
-    assert partition.Checkpoints(tmp_path).steps() == []
+@pytest.mark.parametrize("name", ["gradient_norm", "learning_rate"])
+def test_an_infinite_gradient_or_rate_is_refused(name):
+    metrics = {"gradient_norm": 2.0, "learning_rate": 0.1}
+    train.refuse_infinite(metrics, 5)
+    for value in (math.nan, math.inf):
+        with pytest.raises(UserError, match="step 5,"):
+            train.refuse_infinite(metrics | {name: value}, 5)
 
 
 def test_a_resumed_run_repeats_its_later_lines_and_events(tmp_path, monkeypatch):

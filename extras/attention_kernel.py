@@ -160,6 +160,10 @@ def run(kernel, matmuls: int, C: int, arguments: list, results: list) -> list[Ar
     in_specs = [blocks[name] for name in names[: len(arguments)]]
     if bias is None:
         in_specs[1] = None
+    # The two cores of a v4 or v5p share the steps of a "parallel" axis. One core computes
+    # all rows if they add to the same gradient of the bias.
+    sums_rows = any(name == "d_bias" for name, *_ in results)
+    row_axis = "arbitrary" if sums_rows else "parallel"
     call = pl.pallas_call(
         functools.partial(kernel, C),
         grid=(A // width, Q // queries, B // rows),
@@ -167,7 +171,7 @@ def run(kernel, matmuls: int, C: int, arguments: list, results: list) -> list[Ar
         out_specs=[blocks[name] for name, *_ in results],
         out_shape=[jax.ShapeDtypeStruct(shape, dtype) for _, shape, dtype in results],
         compiler_params=tpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary")
+            dimension_semantics=("parallel", "parallel", row_axis)
         ),
         cost_estimate=pl.CostEstimate(  # XLA cannot compute it.
             flops=2 * matmuls * mask.size * A,

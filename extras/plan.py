@@ -130,7 +130,7 @@ def communication(text: str, devices: int) -> dict[str, list]:
 
 # The TPU compiler does not price Pallas kernels. In the machine code for v5e, the
 # attention kernel needs 9.6 million cycles for 459 billion operations. The two cores of a
-# v4 or v5p share the blocks of heads (not equally, if their number is odd).
+# v4 or v5p share its work (not equally, if the number of blocks is odd).
 KERNEL_FLOPS_PER_CYCLE = 48_000  # of a core
 
 
