@@ -209,8 +209,8 @@ TINY_TRAIN = TrainConfig(
     microbatches=2)
 C4 = DataConfig(task="c4_v220_span_corruption")
 C4_TRAIN = TrainConfig(steps=100_000, batch_size=256, eval_every=2000)
-# As in t5x/configs/runs/finetune.gin, which leaves the number of steps open, counts the
-# steps of pretraining, too, and evaluates 20 batches.
+# As in t5x/configs/runs/finetune.gin. There, the user sets the number of steps, which
+# includes those of pretraining, and 20 batches are evaluated.
 FINETUNE = TrainConfig(
     steps=20_000, learning_rate=1e-3, schedule="constant",
     predict_every=1000, eval_batches=0, save_every=5000, keep=0)
@@ -304,8 +304,8 @@ AT_MOST = {
 class Options:
     """The flags of all commands."""
 
-    # Its flags have no prefix: --train.steps, and not --cfg.train.steps. Booleans need a
-    # value, as in --mesh.fsdp True.
+    # The flags of cfg have no prefix: --train.steps, and not --cfg.train.steps. Booleans
+    # need a value, as in --mesh.fsdp True.
     cfg: tyro.conf.FlagConversionOff[Annotated[Config, tyro.conf.arg(name="")]]
     config: str = ""  # name of a recipe, or a Python file that defines CONFIG
     run_dir: str = ""  # folder of the run

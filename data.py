@@ -4,8 +4,8 @@
 
 A record is a dict from a file. A task turns it into documents: dicts with "text", or with
 "inputs" and "targets" (pairs). Span corruption joins many texts, and cuts them into
-chunks. A chunk becomes an example; a pair is one already. A row holds one example or
-several packed ones.
+chunks. Each chunk or pair becomes an example. A row holds one example or several packed
+ones.
 
     python data.py --show 3                                     print rows of a batch
     python data.py --data.task glue_v002_proportional --list    list tasks and rates
@@ -326,7 +326,7 @@ def read_documents(files: "list[File]", task: Task, start=(0, 0)) -> Iterator:
                     "".join(x for x in texts if isinstance(x, str)).encode()
                     characters = 300 + sum(map(len, texts))  # 300 for Python's objects
                     yield documents, (f, number), characters
-                number, record = number + 1, {}  # An error while reading has no record.
+                number, record = number + 1, {}  # A read error must not name this one.
         except Exception as error:
             error.add_note(f"in {file.name}, record {number} with the fields {[*record]}")
             raise
@@ -790,6 +790,8 @@ def eval_tasks(cfg: Config, names: str = "") -> list[str]:
 def find_task(name: str, cfg: Config) -> Task:
     """Return a task by name, or a task for pairs in a source such as jsonl:a.jsonl."""
     if name not in TASKS and ":" not in name:
+        if not configs.HAS_EXTRAS:
+            raise UserError(f"There is no task {name}, and no folder extras/.")
         from extras import t5_tasks  # --data.source can name tasks of P3
 
         return t5_tasks.p3_task(name, cfg)

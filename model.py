@@ -20,8 +20,9 @@ Comments and einsums use these letters for the shapes:
 `batch` is a data.Batch, `w` the weights of a layer or of its attention or MLP, `attend` a
 function (q, k, v), and `rng` a random key for dropout, or None without dropout.
 
-To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w, and
-apply_layers(layer, x, ...) as `for w in layers: x = layer(w, x, rng)`.
+To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w,
+attend_on_each_device as biased_attention, and apply_layers(layer, x, ...) as
+`for w in layers: x = layer(w, x, rng)`.
 
     >>> from configs import RECIPES
     >>> count_params(param_table(RECIPES["small_c4"].model))
@@ -30,6 +31,7 @@ apply_layers(layer, x, ...) as `for w in layers: x = layer(w, x, rng)`.
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Callable, Literal
 
 import jax
@@ -51,7 +53,7 @@ from partition import constrain, spec
 class Param:
     """The shape of a parameter, the names of its axes, and how it is initialized.
 
-    For jax.tree, it is a leaf.
+    jax.tree treats it as a leaf.
     """
 
     shape: tuple[int, ...]
@@ -171,7 +173,7 @@ def split_rng(rng, n: int):
 # ---- attention -------------------------------------------------------------------------
 # encode, decode                make masks
 #   attention                   projects to heads, attends, projects back
-#     attend_on_each_device     attends, with the rows and heads of each device
+#     biased_attention          attends (through attend_on_each_device)
 #       position_bias           looks up a learned bias for the bucket of each distance
 #       dot_product_attention   softmax(q k^T + bias) v
 
@@ -251,36 +253,17 @@ def dot_product_attention(
     return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
 
 
-def attend_on_each_device(
-    q, k, v, mask, model_cfg: ModelConfig, relative_bias=None, bidirectional=False
+def biased_attention(
+    q, k, v, mask, relative_bias, model_cfg, bidirectional, kernel=dot_product_attention
 ) -> Array:
-    """Compute dot_product_attention with the position biases of T5, if there are any.
+    """Attend with the position biases of T5, if there are any.
 
     relative_bias [H, R]: the learned biases, or None in cross-attention.
     """
-
-    def attend_here(q, k, v, mask, relative_bias):
-        bias = None
-        if relative_bias is not None:
-            bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
-        if resolve_auto(model_cfg).attention_impl == "kernel":
-            from extras import attention_kernel  # computes the same, up to rounding
-
-            return attention_kernel.attend(q, k, v, mask, bias)
-        if bias is not None and partition.platform() == "cpu":
-            # All rows have the same bias. As a product, its gradient is faster than the
-            # sum over rows of an addition.
-            bias = jnp.einsum("b,hqk->bhqk", jnp.ones(len(q)), bias)
-        return dot_product_attention(q, k, v, mask, bias)
-
-    if get_abstract_mesh().empty:
-        return attend_here(q, k, v, mask, relative_bias)
-    # Each device calls attend_here for its own rows and heads, without communication.
-    heads = spec(("batch", "heads"))
-    specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
-    # The kernels do not say over which axes their outputs vary, so this is not checked.
-    sharded = jax.shard_map(attend_here, in_specs=specs, out_specs=heads, check_vma=False)
-    return sharded(q, k, v, mask, relative_bias)
+    bias = None
+    if relative_bias is not None:
+        bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
+    return kernel(q, k, v, mask, bias)
 
 
 def split_heads(x: Array, model_cfg: ModelConfig) -> Array:
@@ -565,14 +548,36 @@ def dense(x: Array, w: Array) -> Array:
     return x @ w
 
 
+def attend_on_each_device(
+    q, k, v, mask, model_cfg: ModelConfig, relative_bias=None, bidirectional=False
+) -> Array:
+    """Call biased_attention for the rows and heads of each device."""
+    kernel = dot_product_attention
+    if resolve_auto(model_cfg).attention_impl == "kernel":
+        from extras import attention_kernel  # computes the same, up to rounding
+
+        kernel = attention_kernel.attend
+
+    settings = {"model_cfg": model_cfg, "bidirectional": bidirectional}
+    attend = partial(biased_attention, **settings, kernel=kernel)
+    if get_abstract_mesh().empty:
+        return attend(q, k, v, mask, relative_bias)
+    # Without communication: each device has complete rows and heads.
+    heads = spec(("batch", "heads"))
+    specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
+    # The kernels do not say over which axes their outputs vary, so this is not checked.
+    sharded = jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)
+    return sharded(q, k, v, mask, relative_bias)
+
+
 # What the forward pass saves for the backward pass, which recomputes everything else.
 # "attended" is the name of the outputs of the kernels in extras/.
-KERNELS = policies.save_only_these_names("attended")
+KERNEL_OUTPUTS = policies.save_only_these_names("attended")
 PRODUCTS_WITH_WEIGHTS = policies.dots_with_no_batch_dims_saveable
 REMAT_POLICIES = {
     "none": policies.everything_saveable,
-    "dots": policies.save_from_both_policies(PRODUCTS_WITH_WEIGHTS, KERNELS),
-    "full": KERNELS,
+    "dots": policies.save_from_both_policies(PRODUCTS_WITH_WEIGHTS, KERNEL_OUTPUTS),
+    "full": KERNEL_OUTPUTS,
 }
 
 

@@ -321,7 +321,7 @@ class Checkpoints:
         write_shards(path, arrays, data_position)
         multihost_utils.sync_global_devices(f"shards of step {step}")
         if is_main_process():
-            for process in range(count):  # An error here: not all see the same folder.
+            for process in range(count):  # fails unless all write to the same folder
                 shard_path(folder, process, count).stat()
             configs.write_file(folder / "complete", str(count))
             self.remove_old()

@@ -1520,6 +1520,12 @@ def test_rates_of_mixtures(name, expected, monkeypatch):
             data.Batches(change(cfg, data=dict(source="jsonl:a")), TOKENIZER)
 
 
+def test_an_unknown_task_is_named_also_without_extras(monkeypatch):
+    monkeypatch.setattr(configs, "HAS_EXTRAS", False)
+    with pytest.raises(UserError, match="nothing"):
+        data.find_task("nothing", SMALL)
+
+
 # ---- data: vocabularies ----------------------------------------------------------------
 
 

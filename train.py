@@ -59,7 +59,7 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
     warmup = train_cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
     steps_per_cycle = train_cfg.steps_per_cycle
-    if not steps_per_cycle:  # All steps, with the warmup: so the last rate is above 0.
+    if not steps_per_cycle:  # The cosine reaches 0 only `warmup` steps after the last.
         steps_per_cycle = train_cfg.steps - train_cfg.schedule_offset
     cycles = jnp.maximum(0.0, (step - warmup) / steps_per_cycle)  # since the warmup
     factors = {
@@ -253,8 +253,7 @@ def train_loop(
         state, metrics = compiled_step(state, partition.put_batch(batch))
         stop_now = must_stop(step)
         # A stop also saves, unless save_every is 0.
-        last_step = step if stop_now else steps
-        save_now = is_due(train_cfg.save_every, step, last_step)
+        save_now = is_due(train_cfg.save_every, step, step if stop_now else steps)
         log_now = is_due(train_cfg.log_every, step, steps)
         if log_now or save_now:  # Do not save what a gradient of NaN has changed.
             metrics = jax.device_get(metrics)
