@@ -182,6 +182,33 @@ class Config:
     mesh: MeshConfig = MeshConfig()
 
 
+# ---- lists of settings: a new one may belong to some of them ---------------------------
+
+# All numbers must be at least 0, these at least 1, and those in AT_MOST not larger.
+AT_LEAST_1 = (
+    "data.mean_span_length data.inputs_length data.targets_length train.batch_size "
+    "train.microbatches train.warmup_steps train.steps_per_decay train.steps_per_cycle "
+    "train.loss_normalizing_factor decode.batch_size decode.num_return "
+    "decode.max_length mesh.model"
+).split()
+AT_MOST = {
+    "model.dropout": 0.999,
+    "data.noise_density": 0.99,
+    "train.label_smoothing": 0.999,
+    "decode.top_p": 1,
+}
+# A resumed run may change these settings, although train.steps stretches a cosine. Any
+# other change would be another experiment.
+CHANGEABLE = (
+    "decode mesh model.attention_impl model.loss_impl model.remat train.steps "
+    "train.microbatches train.log_every train.eval_every train.predict_every "
+    "train.eval_batches train.save_every train.keep data.tfds_dir"
+).split()
+# A run that starts from another one has its network, except for these fields.
+NOT_INHERITED = "dropout", "dtype", "remat", "attention_impl", "loss_impl"
+# These change no metric. evaluate.py adds all other changes to the name of a metric.
+WITHOUT_EFFECT = "batch_size", "eval_tasks", "tfds_dir"
+
 # ---- recipes ---------------------------------------------------------------------------
 
 
@@ -285,20 +312,6 @@ def load_recipe(name: str) -> Config:
 
 # ---- the command line ------------------------------------------------------------------
 
-# All numbers must be at least 0, these at least 1, and those in AT_MOST not larger.
-AT_LEAST_1 = (
-    "data.mean_span_length data.inputs_length data.targets_length train.batch_size "
-    "train.microbatches train.warmup_steps train.steps_per_decay train.steps_per_cycle "
-    "train.loss_normalizing_factor decode.batch_size decode.num_return "
-    "decode.max_length mesh.model"
-).split()
-AT_MOST = {
-    "model.dropout": 0.999,
-    "data.noise_density": 0.99,
-    "train.label_smoothing": 0.999,
-    "decode.top_p": 1,
-}
-
 
 @dataclass(frozen=True)
 class Options:
@@ -350,14 +363,6 @@ def parse_flags(options: Options, argv: list[str] | None) -> Options:
 
 # ---- runs ------------------------------------------------------------------------------
 
-# A resumed run may change these settings, although train.steps stretches a cosine. Any
-# other change would be another experiment.
-CHANGEABLE = (
-    "decode mesh model.attention_impl model.loss_impl model.remat train.steps "
-    "train.microbatches train.log_every train.eval_every train.predict_every "
-    "train.eval_batches train.save_every train.keep data.tfds_dir"
-).split()
-
 
 def flat_settings(cfg: Config) -> dict:
     """Return all settings as one dict, such as {"model.d_model": 512, ...}."""
@@ -385,8 +390,8 @@ def refuse_differences(cfg: Config, other: Config, may_differ: list, owner: str)
 
 def with_network_of(cfg: Config, origin: Config) -> Config:
     """Return a Config with the network and the vocabulary of another run."""
-    kept = ("dropout", "dtype", "remat", "attention_impl", "loss_impl")
-    model_cfg = replace(origin.model, **{name: getattr(cfg.model, name) for name in kept})
+    own = {name: getattr(cfg.model, name) for name in NOT_INHERITED}
+    model_cfg = replace(origin.model, **own)
     data_cfg = replace(cfg.data, vocab=origin.data.vocab, extra_ids=origin.data.extra_ids)
     return replace(cfg, model=model_cfg, data=data_cfg)
 

@@ -469,10 +469,6 @@ class Options(configs.Options):
     plot: str = ""  # file for a plot of losses, accuracies, metrics, learning rate
 
 
-# A change of these settings changes no metric.
-WITHOUT_EFFECT = "batch_size", "eval_tasks", "tfds_dir"
-
-
 def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> str:
     """Append mode, split and changed flags, so that each variant gets its own columns."""
     if mode == "rank":
@@ -481,7 +477,7 @@ def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> st
     for key, value in configs.flat_settings(options.cfg).items():
         section, field = key.split(".")
         matters = section != "mesh" and (section != "decode" or mode == "predict")
-        if matters and value != old[key] and field not in WITHOUT_EFFECT:
+        if matters and value != old[key] and field not in configs.WITHOUT_EFFECT:
             name += f"-{field}={value}"
     return name if options.split == "validation" else f"{name}-{options.split}"
 
