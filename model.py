@@ -243,7 +243,7 @@ def dot_product_attention(
     The scores are not divided by sqrt(C): param_table scales the query weights instead.
     q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K] or
     [B, H, Q, K] or None.
-    On a TPU or GPU, a kernel of extras/ replaces this function, until you edit it.
+    On a TPU or GPU, biased_attention calls a kernel instead, until you edit this function.
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -254,7 +254,7 @@ def dot_product_attention(
 
 
 def biased_attention(
-    q, k, v, mask, relative_bias, model_cfg, bidirectional, kernel=dot_product_attention
+    q, k, v, mask, relative_bias, model_cfg: ModelConfig, bidirectional: bool
 ) -> Array:
     """Attend with the position biases of T5, if there are any.
 
@@ -263,7 +263,11 @@ def biased_attention(
     bias = None
     if relative_bias is not None:
         bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
-    return kernel(q, k, v, mask, bias)
+    if resolve_auto(model_cfg).attention_impl == "kernel":
+        from extras import attention_kernel  # the same result, up to rounding
+
+        return attention_kernel.attend(q, k, v, mask, bias)
+    return dot_product_attention(q, k, v, mask, bias)
 
 
 def split_heads(x: Array, model_cfg: ModelConfig) -> Array:
@@ -552,14 +556,7 @@ def attend_on_each_device(
     q, k, v, mask, model_cfg: ModelConfig, relative_bias=None, bidirectional=False
 ) -> Array:
     """Call biased_attention for the rows and heads of each device."""
-    kernel = dot_product_attention
-    if resolve_auto(model_cfg).attention_impl == "kernel":
-        from extras import attention_kernel  # computes the same, up to rounding
-
-        kernel = attention_kernel.attend
-
-    settings = {"model_cfg": model_cfg, "bidirectional": bidirectional}
-    attend = partial(biased_attention, **settings, kernel=kernel)
+    attend = partial(biased_attention, model_cfg=model_cfg, bidirectional=bidirectional)
     if get_abstract_mesh().empty:
         return attend(q, k, v, mask, relative_bias)
     # Without communication: each device has complete rows and heads.
