@@ -243,7 +243,7 @@ def dot_product_attention(
     The scores are not divided by sqrt(C): param_table scales the query weights instead.
     q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K] or
     [B, H, Q, K] or None.
-    On a TPU or GPU, biased_attention calls a kernel instead, until you edit this function.
+    On a TPU or GPU, biased_attention calls a kernel instead, until this is edited.
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
