@@ -1297,7 +1297,9 @@ def test_film_reviews_become_text_and_examples(here):
     assert set(pairs) == {("neg", "negative"), ("pos", "positive")}
 
 
-def test_the_recipe_of_ul2_has_an_objective_of_its_own():
+def test_the_recipe_of_ul2_has_an_objective_of_its_own(monkeypatch):
+    text = (HERE / "README.md").read_text()
+    monkeypatch.setattr(data, "read_python", lambda: [{"text": text}])
     command = f"data --config {HERE}/examples/ul2.py --data.vocab bytes --show 40"
     rows = run(command).split("inputs\n    ")
     for mode in ("[NLU]", "[NLG]", "[S2S]"):
