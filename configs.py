@@ -70,6 +70,10 @@ class ModelConfig:
     # auto is extras/chunked_loss.py on a TPU and for large vocabularies, else full
     loss_impl: Literal["auto", "full", "chunked"] = "auto"
 
+    @property
+    def gated(self) -> bool:
+        return self.activation.startswith("gated_")
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -102,7 +106,8 @@ class TrainConfig:
     optimizer: Literal["adafactor", "adamw"] = "adafactor"
     # base rate; Adafactor multiplies it by the root mean square of each weight matrix
     learning_rate: float = 1.0
-    # product of factors of train.learning_rate; constant is --train.learning_rate
+    # a product of constant (--train.learning_rate), linear_warmup, linear_decay,
+    # rsqrt_decay, rsqrt_normalized_decay, decay_every, cosine_decay (see train.py)
     schedule: str = "constant * rsqrt_decay"
     warmup_steps: int = 10_000  # steps of linear_warmup, or before a decay begins
     schedule_offset: int = 0  # subtracted from the step, for the schedule
@@ -207,7 +212,7 @@ CHANGEABLE = (
 # A run that starts from another one has its network, except for these fields.
 NOT_INHERITED = "dropout", "dtype", "remat", "attention_impl", "loss_impl"
 # These change no metric. evaluate.py adds all other changes to the name of a metric.
-WITHOUT_EFFECT = "batch_size", "eval_tasks", "tfds_dir"
+NOT_IN_METRIC_NAMES = "batch_size", "eval_tasks", "tfds_dir"
 
 # ---- recipes ---------------------------------------------------------------------------
 
@@ -270,9 +275,9 @@ RECIPES = {
 }
 # fmt: on
 
-# Without the folder extras/, there are no kernels, plots, tasks of t5 and datasets of
-# libraries, no data for tiny_finetune, no vocabularies but SentencePiece, and no weights
-# but those of Hugging Face.
+# Without the folder extras/, there are no kernels, plots, tasks of t5, datasets of
+# libraries and random tokens, no data for tiny_finetune, no vocabularies but
+# SentencePiece, and no weights but those of Hugging Face.
 HAS_EXTRAS = (Path(__file__).parent / "extras").is_dir()
 # data.py, evaluate.py and extras/ fill these tables. A recipe file adds its TASKS and
 # MIXTURES, and can define a VOCABULARY.

@@ -111,7 +111,7 @@ def all_foreign_names(model_cfg: ModelConfig) -> Iterator[tuple]:
 
     The layer of an array that exists once is `...`: as an index, it selects everything.
     """
-    gated = model_cfg.activation.startswith("gated_")
+    gated = model_cfg.gated
     for path, param in partition.flatten(model.param_table(model_cfg)).items():
         for layer in range(param.shape[0]) if "/layers/" in path else [Ellipsis]:
             yield path, layer, *foreign_names(path, layer, gated)

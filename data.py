@@ -539,11 +539,11 @@ class Batches(Iterator):
         self.pack = cfg.data.pack
         start = {"used_rows": 0, "cursors": dict.fromkeys(self.rates, Cursor())}
         position = position or start
-        self.cursors = {name: Cursor(*c) for name, c in position["cursors"].items()}
+        cursors = {name: Cursor(*c) for name, c in position["cursors"].items()}
         self.streams, files_found = {}, []
         reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
         size = WINDOW_CHARACTERS // min(len(self.rates), 32)
-        for name, cursor in self.cursors.items():
+        for name, cursor in cursors.items():
             task, task_files = open_task(name, "train", cfg)
             windows = read_windows(task, task_files, tokenizer, cfg, size, cursor)
             windows = prefetch(windows, reader, ahead=1)
@@ -553,23 +553,23 @@ class Batches(Iterator):
         if position.get("files_crc32", crc32) != crc32:
             raise UserError("Training files or rates have changed since this run began.")
         self.position = {**position, "files_crc32": crc32}
-        self.batches = prefetch(self.make_batches(), maker, ahead=16)
+        self.batches = prefetch(self.make_batches(cursors), maker, ahead=16)
 
     def __next__(self) -> Batch:
         batch, self.position = next(self.batches)
         return batch
 
-    def choose_examples(self) -> list:
-        """Take the next examples of all tasks, until they fill ROWS_PER_PACK rows."""
+    def choose_examples(self, cursors: dict) -> list:
+        """Return the next examples of all tasks, for ROWS_PER_PACK rows. Moves cursors."""
         names, rates = list(self.rates), list(self.rates.values())
-        totals = np.array([self.cursors[name].total for name in names])
+        totals = np.array([cursors[name].total for name in names])
         # SeqIO draws tasks at random. This takes the task farthest behind its rate: rates
         # of 3 and 1 give a a a b a a a b. `phase` lets tasks of equal rates take turns.
         phase = (np.arange(len(names)) + 0.5) / len(names)
         examples, filled = [], np.zeros(2)  # rows that all inputs and all targets need
         while max(filled) < ROWS_PER_PACK:
             k = np.argmin((totals + phase) / rates)
-            example, self.cursors[names[k]] = next(self.streams[names[k]])
+            example, cursors[names[k]] = next(self.streams[names[k]])
             if example:
                 totals[k] += 1
                 examples.append(example)
@@ -579,10 +579,10 @@ class Batches(Iterator):
                 break
         return examples
 
-    def pack_rows(self) -> list[list[Example]]:
+    def pack_rows(self, cursors: dict) -> list[list[Example]]:
         """Pack the next examples, and shuffle the rows."""
-        total = sum(cursor.total for cursor in self.cursors.values())
-        examples = self.choose_examples()
+        total = sum(cursor.total for cursor in cursors.values())
+        examples = self.choose_examples(cursors)
         lengths = np.array([[len(ids) for ids in example] for example in examples])
         row_of = pack(lengths, self.limits) if self.pack else np.arange(len(examples))
         new_number = random_order(row_of.max() + 1, self.cfg.train.seed, total, ROW_ORDER)
@@ -593,17 +593,17 @@ class Batches(Iterator):
             print_statistics(rows, self.limits)
         return rows
 
-    def make_batches(self) -> Iterator:
+    def make_batches(self, cursors: dict) -> Iterator:
         """Yield (batch, position). A restart packs the same rows and skips used ones."""
         rows, start = [], self.position
         used_rows = start["used_rows"]
         while True:
-            cursors = self.cursors.copy()  # where the next packed rows begin
-            packed = self.pack_rows()
+            pack_start = cursors.copy()  # where the next packed rows begin
+            packed = self.pack_rows(cursors)
             for number, row in enumerate(packed[used_rows:], used_rows + 1):
                 rows.append(row)
                 if len(rows) == self.cfg.train.batch_size:
-                    position = {**start, "used_rows": number, "cursors": cursors}
+                    position = {**start, "used_rows": number, "cursors": pack_start}
                     yield fill_rows(rows, self.limits), position
                     rows = []
             used_rows = 0

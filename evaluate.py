@@ -477,7 +477,7 @@ def recorded_name(name: str, mode: str, options: Options, run_cfg: Config) -> st
     for key, value in configs.flat_settings(options.cfg).items():
         section, field = key.split(".")
         matters = section != "mesh" and (section != "decode" or mode == "predict")
-        if matters and value != old[key] and field not in configs.WITHOUT_EFFECT:
+        if matters and value != old[key] and field not in configs.NOT_IN_METRIC_NAMES:
             name += f"-{field}={value}"
     return name if options.split == "validation" else f"{name}-{options.split}"
 

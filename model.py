@@ -85,7 +85,7 @@ def param_table(model_cfg: ModelConfig) -> dict:
     up = Param((D, F), ("embed", "mlp"), "truncated_normal", D**-0.5)
     down = Param((F, D), ("mlp", "embed"), "truncated_normal", F**-0.5)
     mlp = {"norm": norm, "up": up, "down": down}
-    if model_cfg.activation.startswith("gated_"):
+    if model_cfg.gated:
         mlp["gate"] = up  # gate, up and down are wi_0, wi_1 and wo in other code
 
     # the initialization of Glorot and Bengio 2010
@@ -243,7 +243,7 @@ def dot_product_attention(
     The scores are not divided by sqrt(C): param_table scales the query weights instead.
     q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K] or
     [B, H, Q, K] or None.
-    On a TPU or GPU, biased_attention calls a kernel instead, until this is edited.
+    On a TPU or GPU, a kernel replaces this function, until it is edited.
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -254,7 +254,7 @@ def dot_product_attention(
 
 
 def biased_attention(
-    q, k, v, mask, relative_bias, model_cfg: ModelConfig, bidirectional: bool
+    q, k, v, mask, relative_bias, model_cfg: ModelConfig, bidirectional=False
 ) -> Array:
     """Attend with the position biases of T5, if there are any.
 
@@ -347,13 +347,13 @@ def encode(
     mask = attention_mask(segments, segments)
 
     def layer(w, x, rng):
-        relative_bias = relative_bias_of(params["encoder"], w["attention"], model_cfg)
-
-        def attend(q, k, v):
-            return attend_on_each_device(
-                q, k, v, mask, model_cfg, relative_bias, bidirectional=True
-            )
-
+        attend = partial(
+            attend_on_each_device,
+            mask=mask,
+            relative_bias=relative_bias_of(params["encoder"], w["attention"], model_cfg),
+            model_cfg=model_cfg,
+            bidirectional=True,
+        )
         return encoder_layer(w, x, attend, model_cfg, rng)
 
     x = embed_tokens(params, inputs, model_cfg, rng_embed)
@@ -391,17 +391,18 @@ def decode(
     segments = batch.target_segments
     mask = attention_mask(segments, segments, causal=True)
     cross_mask = attention_mask(segments, batch.input_segments)
-
-    def cross_attend(q, k, v):
-        return attend_on_each_device(q, k, v, cross_mask, model_cfg)
+    cross_attend = partial(
+        attend_on_each_device, mask=cross_mask, relative_bias=None, model_cfg=model_cfg
+    )
 
     def layer(w, x, rng):
         w_self = w["self_attention"]
-        relative_bias = relative_bias_of(params["decoder"], w_self, model_cfg)
-
-        def attend(q, k, v):
-            return attend_on_each_device(q, k, v, mask, model_cfg, relative_bias)
-
+        attend = partial(
+            attend_on_each_device,
+            mask=mask,
+            relative_bias=relative_bias_of(params["decoder"], w_self, model_cfg),
+            model_cfg=model_cfg,
+        )
         cross_kv = keys_values(w["cross_attention"], encoded, model_cfg)
         return decoder_layer(w, x, cross_kv, attend, cross_attend, model_cfg, rng)
 
@@ -553,7 +554,7 @@ def dense(x: Array, w: Array) -> Array:
 
 
 def attend_on_each_device(
-    q, k, v, mask, model_cfg: ModelConfig, relative_bias=None, bidirectional=False
+    q, k, v, mask, relative_bias, model_cfg: ModelConfig, bidirectional=False
 ) -> Array:
     """Call biased_attention for the rows and heads of each device."""
     attend = partial(biased_attention, model_cfg=model_cfg, bidirectional=bidirectional)
@@ -629,7 +630,7 @@ def train_flops(cfg: Config) -> int:
     """
     model_cfg, S, T = cfg.model, cfg.data.inputs_length, cfg.data.targets_length
     D, F, A = model_cfg.d_model, model_cfg.d_ff, model_cfg.num_heads * model_cfg.d_kv
-    mlp_weights = (3 if model_cfg.activation.startswith("gated_") else 2) * D * F
+    mlp_weights = (3 if model_cfg.gated else 2) * D * F
     # multiply-adds of a layer: products with weights, then q k^T and probs v
     encoder_layer = S * (4 * D * A + mlp_weights) + 2 * S * S * A
     decoder_layer = T * (6 * D * A + mlp_weights) + 2 * T * (T + S) * A

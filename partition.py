@@ -328,7 +328,7 @@ class Checkpoints:
 
     def remove_old(self) -> None:
         """Remove interrupted saves, and all checkpoints but the `keep` newest."""
-        newest = self.steps()[-self.keep :]  # With --train.keep 0, [-0:] are all.
+        newest = self.steps()[-self.keep :] if self.keep else self.steps()
         for step in {*self.all_steps()} - {*newest}:
             path = self.path(step)
             # Without `complete`, a folder that is half deleted does not count.

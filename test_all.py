@@ -983,7 +983,7 @@ def test_lists_of_settings_have_no_other_names():
     lists = *configs.AT_LEAST_1, *configs.AT_MOST, *configs.CHANGEABLE
     assert {*lists} <= {*configs.flat_settings(SMALL), "decode", "mesh"}
     fields = {name.split(".")[1] for name in configs.flat_settings(SMALL)}
-    assert {*configs.NOT_INHERITED, *configs.WITHOUT_EFFECT} <= fields
+    assert {*configs.NOT_INHERITED, *configs.NOT_IN_METRIC_NAMES} <= fields
 
 
 def test_a_recipe_file_adds_tasks_and_mixtures(tmp_path, tables):

@@ -253,7 +253,8 @@ def train_loop(
         state, metrics = compiled_step(state, partition.put_batch(batch))
         stop_now = must_stop(step)
         # A stop also saves, unless save_every is 0.
-        save_now = is_due(train_cfg.save_every, step, step if stop_now else steps)
+        save_now = is_due(train_cfg.save_every, step, steps)
+        save_now |= stop_now and train_cfg.save_every > 0
         log_now = is_due(train_cfg.log_every, step, steps)
         if log_now or save_now:  # Do not save what a gradient of NaN has changed.
             metrics = jax.device_get(metrics)

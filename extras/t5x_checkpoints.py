@@ -223,7 +223,7 @@ def write(run, names: Iterable[tuple], folder: Path, dtype: np.dtype) -> None:
     tree = flax.traverse_util.unflatten_dict(tree, sep="/")
     content = flax.serialization.msgpack_serialize({"version": 3, "optimizer": tree})
     (folder / "checkpoint").write_bytes(content)
-    gate = ("linear",) if cfg.activation.startswith("gated_") else ()
+    gate = ("linear",) if cfg.gated else ()
     activations = (cfg.activation.removeprefix("gated_"), *gate)
     gin = CONFIG_GIN.format(activations=activations, **vars(cfg))
     (folder / "config.gin").write_text(gin)
