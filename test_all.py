@@ -1251,9 +1251,10 @@ def test_tasks_take_turns_by_their_rates(mixture, monkeypatch):
         ({"a": 7, "b": 2, "c": 1}, "aabaaaabca"),
     ):
         configs.MIXTURES["abc"] = rates
-        chosen = data.Batches(mixture, TOKENIZER).choose_examples()[: len(expected)]
+        batches = data.Batches(mixture, TOKENIZER)
+        chosen = batches.choose_examples(batches.position["cursors"])
         numbers = [int(re.match(r"\d+", TOKENIZER.decode(x))[0]) for x, _ in chosen]
-        assert "".join("abc"[number // 1000] for number in numbers) == expected
+        assert "".join("abc"[n // 1000] for n in numbers).startswith(expected)
 
 
 def test_changed_files_are_refused_on_a_restart(mixture, tmp_path):
@@ -3080,9 +3081,8 @@ def test_a_run_can_start_with_the_weights_of_another_run(tmp_path, quiet, monkey
     stored = convert.read_model(source).arrays
     started = []
     monkeypatch.setattr(train, "train_loop", lambda *args: started.append(args[2:4]) or 0)
-    program = types.SimpleNamespace(compile=lambda: None)
-    lower_step = lambda cfg, _: (train.abstract_state(cfg), program)
-    monkeypatch.setattr(train, "lower_step", lower_step)
+    step = types.SimpleNamespace(compile=lambda: None)
+    monkeypatch.setattr(train, "lower_step", lambda c, _: (train.abstract_state(c), step))
     train_small(tmp_path / "first")
     first_batch = next(started[-1][1])
     train_small(tmp_path / "a", tmp_path / "source", steps=1001, start_step=1000)
