@@ -302,34 +302,26 @@ def keep_one_embedding(arrays: dict, folder: Path) -> None:
 def set_output_layer(arrays: dict, config: dict, folder: Path) -> None:
     """Remove lm_head.weight if the model is tied, and else give it plain T5's scale.
 
-    Are the logits multiplied by d_model^-0.5?
-    - plain T5, T5X:   if the model is tied, as T5 1.0
-    - transformers 4:  if tie_word_embeddings
-    - transformers 5:  if scale_decoder_outputs (default: tie_word_embeddings); not in mT5
-    Version 5 counts here. If it scales an untied model, lm_head.weight gets the factor.
+    transformers multiplies the logits by d_model^-0.5 if scale_decoder_outputs, or, where
+    that is not stated, tie_word_embeddings (by default true), but never in mT5. Plain T5
+    scales those of a tied model. So a scaled lm_head.weight gets the factor itself.
     """
-    embed, has_head = arrays["shared.weight"], "lm_head.weight" in arrays
-    head = arrays.pop("lm_head.weight", embed)
-    is_equal = np.array_equal(head, embed, equal_nan=True)
+    embed, head = arrays["shared.weight"], arrays.pop("lm_head.weight", None)
     is_mt5 = config.get("model_type") == "mt5"
     tie_flag = config.get("tie_word_embeddings", True)
     scaled = config.get("scale_decoder_outputs", tie_flag) and not is_mt5
-    if not has_head and not tie_flag and "scale_decoder_outputs" not in config:
-        raise UserError(f"{folder} has no lm_head.weight, although it is not tied.")
+    if head is None:
+        if not tie_flag and "scale_decoder_outputs" not in config:
+            raise UserError(f"{folder} has no lm_head.weight, although it is not tied.")
+        head = embed
+    is_equal = np.array_equal(head, embed, equal_nan=True)
     stated = {"tie_word_embeddings", "scale_decoder_outputs"} & config.keys()
     if not is_equal and not stated and not is_mt5:
         raise UserError(
             f"{folder} has an lm_head.weight, but config.json does not state whether the "
             f'logits are scaled: for T5 1.1, add "tie_word_embeddings": false.'
         )
-    tied_in_v4 = config.get("tie_word_embeddings", not is_mt5)
-    if scaled != tied_in_v4 or tied_in_v4 and not is_equal:
-        print(
-            "Versions 4 and 5 of transformers read tie_word_embeddings of config.json in "
-            "two ways. This model gets the logits of version 5."
-        )
-    is_tied = is_equal and scaled  # Plain T5 scales the logits of every tied model.
-    if not is_tied:
+    if not (is_equal and scaled):
         factor = head.shape[1] ** -0.5 if scaled else 1
         arrays["lm_head.weight"] = head * np.float32(factor)
 

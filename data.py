@@ -559,8 +559,9 @@ class Batches(Iterator):
         batch, self.position = next(self.batches)
         return batch
 
-    def choose_examples(self, cursors: dict) -> list:
-        """Return the next examples of all tasks, for ROWS_PER_PACK rows. Moves cursors."""
+    def choose_examples(self, cursors: dict) -> tuple[list[Example], dict]:
+        """Return the examples of all tasks for ROWS_PER_PACK rows, and the next cursors."""
+        cursors = cursors.copy()
         names, rates = list(self.rates), list(self.rates.values())
         totals = np.array([cursors[name].total for name in names])
         # SeqIO draws tasks at random. This takes the task farthest behind its rate: rates
@@ -577,12 +578,12 @@ class Batches(Iterator):
                 filled += np.divide(lengths, self.limits)
             elif examples:  # The epoch of a task ends here, and so does the pack.
                 break
-        return examples
+        return examples, cursors
 
-    def pack_rows(self, cursors: dict) -> list[list[Example]]:
-        """Pack the next examples, and shuffle the rows."""
+    def pack_rows(self, cursors: dict) -> tuple[list[list[Example]], dict]:
+        """Pack the next examples, and shuffle the rows. Returns also the next cursors."""
         total = sum(cursor.total for cursor in cursors.values())
-        examples = self.choose_examples(cursors)
+        examples, next_cursors = self.choose_examples(cursors)
         lengths = np.array([[len(ids) for ids in example] for example in examples])
         row_of = pack(lengths, self.limits) if self.pack else np.arange(len(examples))
         new_number = random_order(row_of.max() + 1, self.cfg.train.seed, total, ROW_ORDER)
@@ -591,22 +592,21 @@ class Batches(Iterator):
             rows[r].append(example)
         if not total:
             print_statistics(rows, self.limits)
-        return rows
+        return rows, next_cursors
 
     def make_batches(self, cursors: dict) -> Iterator:
         """Yield (batch, position). A restart packs the same rows and skips used ones."""
         rows, start = [], self.position
         used_rows = start["used_rows"]
         while True:
-            pack_start = cursors.copy()  # where the next packed rows begin
-            packed = self.pack_rows(cursors)
+            packed, next_cursors = self.pack_rows(cursors)
             for number, row in enumerate(packed[used_rows:], used_rows + 1):
                 rows.append(row)
                 if len(rows) == self.cfg.train.batch_size:
-                    position = {**start, "used_rows": number, "cursors": pack_start}
+                    position = {**start, "used_rows": number, "cursors": cursors}
                     yield fill_rows(rows, self.limits), position
                     rows = []
-            used_rows = 0
+            cursors, used_rows = next_cursors, 0
 
 
 def batches_of_split(

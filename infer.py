@@ -17,14 +17,14 @@ Letters of shapes: B examples, N outputs of an example (beams or samples), S inp
 T maximum number of generated ids, H heads, C channels of a head, K keys, V vocabulary.
 """
 
+import collections
 import functools
 import itertools
 import json
 import math
 import re
 import sys
-import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Iterable, Iterator, Literal, NamedTuple, Sequence
 
 import jax
@@ -32,7 +32,6 @@ import jax.numpy as jnp
 import numpy as np
 import tyro
 from jax import Array, P, lax
-from jax.experimental import multihost_utils
 from tqdm import tqdm
 
 import configs
@@ -550,54 +549,33 @@ def to_json(line: dict) -> bytes:
     return text.encode(errors="backslashreplace") + b"\n"
 
 
-def job_checksum(options: "Options", step: int, tokenizer) -> int:
-    """Return a checksum of what a result depends on, apart from its line and the code."""
-    folder = partition.Checkpoints(options.run_dir).path(step)
-    headers = partition.read_headers(folder)  # with a checksum of each array
-    decode = replace(options.cfg.decode, batch_size=0)
-    cfg = replace(options.cfg, decode=decode, mesh=None)
-    flags = replace(options, cfg=cfg, distributed=None, output="", step="")
-    job = flags, tokenizer.sha256, headers, partition.platform()
-    return zlib.crc32(repr(job).encode())
-
-
-LINES_PER_BLOCK = 512  # of which a kill loses at most the answers
-
-
-def answer_file(params: dict, options: "Options", step: int, tokenizer) -> None:
-    """Write a file for each block of lines, and join these files at the end.
-
-    The name of such a file has a checksum of the job and of the lines. So after a kill,
-    the same command finds the blocks that are complete.
-    """
-    cfg, mode, output = options.cfg, options.mode, configs.to_path(options.output)
+def refuse_existing(output) -> None:
     if output.exists():
         raise UserError(f"{output} exists already: name another --output.")
-    job = job_checksum(options, step, tokenizer)
+
+
+def answer_lines(params: dict, options: "Options", tokenizer) -> Iterator[bytes]:
+    """Yield each line of --input with its result, as a line of a JSONL file."""
+    cfg, mode = options.cfg, options.mode
     requests = iter(tqdm(read_input(options, tokenizer), "examples", disable=None))
-    parts, size = [], max(LINES_PER_BLOCK, cfg.decode.batch_size)
-    while block := list(itertools.islice(requests, size)):
-        lines = b"".join(to_json(request.line) for request in block)
-        checksum = zlib.crc32(lines, job)
-        part = configs.to_path(f"{output}.{block[0].index:010}-{checksum:08x}.partial")
-        parts.append(part)
-        # Only process 0 writes files, so it decides for all processes.
-        if multihost_utils.broadcast_one_to_all(np.int32(part.exists())):
-            configs.print_once("Answers of a killed command are used.")
-            continue
-        answers = []
+    # Memory holds one block of lines, whose batches have similar lengths.
+    while block := list(itertools.islice(requests, max(512, cfg.decode.batch_size))):
         for request, result in zip(block, process_requests(params, cfg, block, mode)):
             fields = result_fields(request.line, result, cfg, tokenizer, mode)
-            answers.append(to_json(request.line | fields))
-        if partition.is_main_process():
-            configs.write_file(part, b"".join(answers))
+            yield to_json(request.line | fields)
+    refuse_existing(configs.to_path(options.output))  # Another shard may have written it.
+
+
+def answer_file(params: dict, options: "Options", tokenizer) -> None:
+    """Write the file --output, which appears when it is complete."""
+    output = configs.to_path(options.output)
+    refuse_existing(output)
+    lines = answer_lines(params, options, tokenizer)
     if partition.is_main_process():
-        if output.exists():
-            raise UserError(f"Another command has written {output}.")
-        configs.write_file(output, (part.read_bytes() for part in parts))
-        for part in parts:
-            part.unlink()
-        configs.print_once(f"The answers are in {output}.")
+        configs.write_file(output, lines)
+        print(f"The answers are in {output}.")
+    else:
+        collections.deque(lines, maxlen=0)  # takes part in all batches
 
 
 # ---- the command -----------------------------------------------------------------------
@@ -642,7 +620,7 @@ def main() -> None:
     step = partition.resolve_step(options.run_dir, options.step)
     params = load_params(cfg, options.run_dir, step)
     if options.input:
-        answer_file(params, options, step, tokenizer)
+        answer_file(params, options, tokenizer)
     else:
         answer_texts(params, options, tokenizer)
 

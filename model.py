@@ -21,7 +21,7 @@ Comments and einsums use these letters for the shapes:
 function (q, k, v), and `rng` a random key for dropout, or None without dropout.
 
 To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w,
-attend_on_each_device as biased_attention, and apply_layers(layer, x, ...) as
+on_each_device(f, ...) as f(...), and apply_layers(layer, x, ...) as
 `for w in layers: x = layer(w, x, rng)`.
 
     >>> from configs import RECIPES
@@ -173,7 +173,7 @@ def split_rng(rng, n: int):
 # ---- attention -------------------------------------------------------------------------
 # encode, decode                make masks
 #   attention                   projects to heads, attends, projects back
-#     biased_attention          attends (through attend_on_each_device)
+#     biased_attention          attends, on each device
 #       position_bias           looks up a learned bias for the bucket of each distance
 #       dot_product_attention   softmax(q k^T + bias) v
 
@@ -260,14 +260,18 @@ def biased_attention(
 
     relative_bias [H, R]: the learned biases, or None in cross-attention.
     """
-    bias = None
-    if relative_bias is not None:
-        bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
-    if resolve_auto(model_cfg).attention_impl == "kernel":
-        from extras import attention_kernel  # the same result, up to rounding
 
-        return attention_kernel.attend(q, k, v, mask, bias)
-    return dot_product_attention(q, k, v, mask, bias)
+    def attend(q, k, v, mask, relative_bias):
+        bias = None
+        if relative_bias is not None:
+            bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
+        if resolve_auto(model_cfg).attention_impl == "kernel":
+            from extras import attention_kernel  # the same result, up to rounding
+
+            return attention_kernel.attend(q, k, v, mask, bias)
+        return dot_product_attention(q, k, v, mask, bias)
+
+    return on_each_device(attend, q, k, v, mask, relative_bias)
 
 
 def split_heads(x: Array, model_cfg: ModelConfig) -> Array:
@@ -287,7 +291,7 @@ def attention(
 ) -> Array:
     """Compute multi-head attention for normalized activations x [B, Q, D].
 
-    attend: a function (q, k, v), such as attend_on_each_device with a mask.
+    attend: a function (q, k, v), such as biased_attention with a mask.
     kv: in cross-attention, the keys and values of the encoder's output.
     """
     rng_probs, rng_out = split_rng(rng, 2)
@@ -348,7 +352,7 @@ def encode(
 
     def layer(w, x, rng):
         attend = partial(
-            attend_on_each_device,
+            biased_attention,
             mask=mask,
             relative_bias=relative_bias_of(params["encoder"], w["attention"], model_cfg),
             model_cfg=model_cfg,
@@ -392,13 +396,13 @@ def decode(
     mask = attention_mask(segments, segments, causal=True)
     cross_mask = attention_mask(segments, batch.input_segments)
     cross_attend = partial(
-        attend_on_each_device, mask=cross_mask, relative_bias=None, model_cfg=model_cfg
+        biased_attention, mask=cross_mask, relative_bias=None, model_cfg=model_cfg
     )
 
     def layer(w, x, rng):
         w_self = w["self_attention"]
         attend = partial(
-            attend_on_each_device,
+            biased_attention,
             mask=mask,
             relative_bias=relative_bias_of(params["decoder"], w_self, model_cfg),
             model_cfg=model_cfg,
@@ -553,14 +557,13 @@ def dense(x: Array, w: Array) -> Array:
     return x @ w
 
 
-def attend_on_each_device(
-    q, k, v, mask, relative_bias, model_cfg: ModelConfig, bidirectional=False
-) -> Array:
-    """Call biased_attention for the rows and heads of each device."""
-    attend = partial(biased_attention, model_cfg=model_cfg, bidirectional=bidirectional)
+def on_each_device(attend, q, k, v, mask, relative_bias) -> Array:
+    """Call attend(q, k, v, mask, relative_bias) for the rows and heads of each device.
+
+    This needs no communication: each device has complete rows and heads.
+    """
     if get_abstract_mesh().empty:
         return attend(q, k, v, mask, relative_bias)
-    # Without communication: each device has complete rows and heads.
     heads = spec(("batch", "heads"))
     specs = heads, heads, heads, spec(("batch",)), spec(("heads",))
     # The kernels do not say over which axes their outputs vary, so this is not checked.
