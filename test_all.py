@@ -149,7 +149,7 @@ def make_packed(cfg=SMALL, seed=0):
 
 
 def test_lesson_model_rms_norm_divides_by_the_root_mean_square():
-    # The root mean square of [3, 4] is sqrt((9 + 16) / 2). A longer vector gives the same.
+    """That of [3, 4] is sqrt((9 + 16) / 2). A longer vector gives the same result."""
     x, scale = jnp.array([[3.0, 4.0], [300.0, 400.0]]), jnp.array([1.0, 10.0])
     expected = [3 / 12.5**0.5, 10 * 4 / 12.5**0.5]
     assert_allclose(model.rms_norm(x, scale), [expected, expected], rtol=1e-6)
@@ -160,8 +160,11 @@ def test_lesson_model_rms_norm_divides_by_the_root_mean_square():
 
 
 def test_lesson_model_near_positions_have_buckets_of_their_own():
-    # A row is a query, and a column is a key. Half of the 8 buckets hold one distance each.
-    # The encoder uses buckets 5 to 7 for later keys. In the decoder they are masked.
+    """Half of the buckets hold one distance each, and wider ones share the others.
+
+    A row is a query, and a column is a key. Of 8 buckets, the encoder uses 5 to 7 for later
+    keys, which the decoder masks.
+    """
     cfg = ModelConfig(relative_buckets=8, relative_max_distance=16)
     distance = np.array([0, 1, 4, 5, 6, 7, 8, 10, 14, 99]) - np.array([[0], [6], [16]])
     encoder = [
@@ -190,7 +193,7 @@ def make_attention(seed=0, queries=5, keys=7):
 
 @pytest.mark.parametrize("bidirectional", [True, False])
 def test_lesson_model_attention_is_a_weighted_mean_of_the_values(bidirectional):
-    # softmax(q k^T + bias) v, without a division by sqrt(d_kv)
+    """It is softmax(q k^T + bias) v, without a division by sqrt(d_kv)."""
     q, k, v, table, mask = make_attention()
     distance = np.arange(7) - np.arange(5)[:, None]
     bias = table[:, model.relative_bucket(distance, bidirectional, SMALL.model)]
@@ -205,6 +208,7 @@ def test_lesson_model_attention_is_a_weighted_mean_of_the_values(bidirectional):
 
 
 def test_lesson_model_the_decoder_is_causal():
+    """The logits of a position do not depend on the ids of later positions."""
     params, batch = make_params(SMALL), make_batch(SMALL, [(5, 9)])
     logits = forward(params, batch, SMALL.model)[0]
     for t in range(9):
@@ -218,6 +222,7 @@ def test_lesson_model_the_decoder_is_causal():
 
 
 def test_lesson_model_a_packed_row_equals_separate_rows():
+    """The masks of attention keep the examples of a row apart."""
     params, packed = make_params(SMALL), make_packed()
     together = forward(params, packed, SMALL.model)
     inputs, targets = [], []
@@ -233,7 +238,7 @@ def test_lesson_model_a_packed_row_equals_separate_rows():
 
 @pytest.mark.parametrize("remat", ["none", "dots", "full"])
 def test_lesson_model_stacked_layers_equal_a_loop(remat):
-    # Layer i uses element i of each stacked weight. Recomputing changes no gradient.
+    """Layer i uses element i of each stacked weight. Recomputing changes no gradient."""
     cfg = change(model=dict(remat=remat)).model
     params = make_params(SMALL)
     start = jax.random.normal(jax.random.key(0), (2, 5, cfg.d_model))
@@ -256,8 +261,10 @@ def test_lesson_model_stacked_layers_equal_a_loop(remat):
 
 
 def test_lesson_model_the_loss_of_two_tokens_by_hand():
-    # The first logits are log 1, log 2 and log 5, so Z is 8, and target 2 has the
-    # probability 5/8. The third token is padding.
+    """The first logits are log 1, log 2 and log 5: Z is 8, and target 2 has 5/8 of it.
+
+    The third token is padding.
+    """
     logits = jnp.log(jnp.array([[[1.0, 2.0, 5.0], [2.0, 1.0, 1.0], [9.0, 1.0, 1.0]]]))
     losses = model.token_metrics(logits, np.array([[2, 1, 0]]), z_loss=0.1)
     weight, log = np.array([[1.0, 1.0, 0.0]]), math.log
@@ -372,6 +379,7 @@ def pack_slowly(sizes, limits):
 @pytest.mark.parametrize("limits", [(32, 16), (64, 64), (8, 128)])
 @pytest.mark.parametrize("share", [1, 2, 4])
 def test_lesson_data_packing_equals_a_slow_version(limits, share):
+    """The slow version tries each example in each row."""
     rng = np.random.default_rng(limits[0])
     for n in (1, 2, 25, 120):
         sizes = [rng.integers(0, limit // share + 1, n) for limit in limits]

@@ -608,43 +608,53 @@ class Options(configs.Options):
 
 
 def parse(argv: list[str] | None = None) -> Options:
-    """Parse the flags, which change the settings of a recipe or of a run.
-
-    A folder with a checkpoint is a run, and is resumed, with the settings of --config if
-    that is given, else of its config.json. Only the settings in configs.CHANGEABLE may
-    differ from config.json. A new run has the settings of --config. With --init_from,
-    its network and vocabulary are those of that run, and flags must not change them.
-    """
+    """Parse the flags. A folder that has a checkpoint is a run, which is resumed."""
     flags = configs.location_flags(argv)
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
-    resumes = bool(partition.Checkpoints(run_dir).steps())
-    if resumes:
-        stored, metadata = configs.load_run_and_tasks(run_dir, flags.config)
-        cfg = configs.load_recipe(flags.config) if flags.config else stored
-        init_from = metadata["init_from"]
-        origin = stored  # The run init_from may be gone, but it had the same network.
-    else:
-        if flags.run_dir and not flags.config:
-            raise UserError(f"{run_dir} has no checkpoint: a new run needs --config.")
-        if (configs.to_path(run_dir) / "config.json").exists():
-            configs.load_run(run_dir)  # refuses a folder of Hugging Face
-        cfg = configs.load_recipe(flags.config or "tiny")
-        init_from = flags.init_from
-        origin = configs.load_run(init_from)[0] if init_from else None
-    if init_from:
-        cfg = configs.with_network_of(cfg, origin)
-    options = Options(cfg, flags.config, run_dir, init_from=init_from)
+    if partition.Checkpoints(run_dir).steps():
+        return parse_resumed(run_dir, flags.config, argv)
+    if flags.run_dir and not flags.config:
+        raise UserError(f"{run_dir} has no checkpoint: a new run needs --config.")
+    if (configs.to_path(run_dir) / "config.json").exists():
+        configs.load_run(run_dir)  # refuses a folder of Hugging Face
+    return parse_new(run_dir, flags.config or "tiny", flags.init_from, argv)
+
+
+def parse_new(run_dir: str, recipe: str, init_from: str, argv) -> Options:
+    """Change the settings of a recipe by flags.
+
+    With init_from, the network and the vocabulary are those of that run, and flags must
+    not change them.
+    """
+    cfg = configs.load_recipe(recipe)
+    if not init_from:
+        return configs.parse_flags(Options(cfg, run_dir=run_dir), argv)
+    origin, _ = configs.load_run(init_from)
+    cfg = configs.with_network_of(cfg, origin)
+    options = configs.parse_flags(Options(cfg, run_dir=run_dir), argv)
+    wanted = configs.with_network_of(options.cfg, origin)
+    configs.refuse_differences(options.cfg, wanted, [], init_from)
+    return options
+
+
+def parse_resumed(run_dir: str, recipe: str, argv) -> Options:
+    """Change the settings of a recipe, or else those of the run, by flags.
+
+    Only the settings in configs.CHANGEABLE may then differ from those of the run.
+    """
+    stored, metadata = configs.load_run_and_tasks(run_dir, recipe)
+    init_from = metadata["init_from"]
+    cfg = configs.load_recipe(recipe) if recipe else stored
+    if init_from:  # This run may be gone, but the network of `stored` was its network.
+        cfg = configs.with_network_of(cfg, stored)
+    options = Options(cfg, run_dir=run_dir, init_from=init_from)
     options = configs.parse_flags(options, argv)
     if configs.to_path(options.init_from) != configs.to_path(init_from):
         raise UserError(
             f"{run_dir} began with {init_from or 'random weights'}: leave out "
             f"--init_from, or name another --run_dir."
         )
-    if resumes:
-        configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
-    elif init_from:
-        wanted = configs.with_network_of(options.cfg, origin)
-        configs.refuse_differences(options.cfg, wanted, [], init_from)
+    configs.refuse_differences(options.cfg, stored, configs.CHANGEABLE, run_dir)
     return options
 
 
