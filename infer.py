@@ -563,7 +563,8 @@ def answer_lines(params: dict, options: "Options", tokenizer) -> Iterator[bytes]
         for request, result in zip(block, process_requests(params, cfg, block, mode)):
             fields = result_fields(request.line, result, cfg, tokenizer, mode)
             yield to_json(request.line | fields)
-    refuse_existing(configs.to_path(options.output))  # Another shard may have written it.
+    if partition.is_main_process():  # Another shard may have written the output.
+        refuse_existing(configs.to_path(options.output))
 
 
 def answer_file(params: dict, options: "Options", tokenizer) -> None:
