@@ -211,7 +211,7 @@ CHANGEABLE = (
 ).split()
 # A run that starts from another one has its network, except for these fields.
 NOT_INHERITED = "dropout", "dtype", "remat", "attention_impl", "loss_impl"
-# These change no metric. evaluate.py adds all other changes to the name of a metric.
+# evaluate.py adds changed settings to the name of a metric, except for these.
 NOT_IN_METRIC_NAMES = "batch_size", "eval_tasks", "tfds_dir"
 
 # ---- recipes ---------------------------------------------------------------------------

@@ -242,16 +242,19 @@ def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
         for name in ("spiece.model", "tokenizer.json"):
             if (path := configs.run_dir_of(run) / name).exists():
                 vocab = str(path)
-    if configs.VOCABULARY:
-        vocab = "VOCABULARY"
-    if not vocab:
-        raise UserError(f"Copy the model's spiece.model into {configs.run_dir_of(run)}.")
+    extra_ids = cfg.data.extra_ids
     kind, _, size = vocab.partition(":")
-    if kind == "train":
-        tokenizer = Tokenizer(train_vocabulary(cfg, int(size)), cfg.data.extra_ids)
+    if configs.VOCABULARY:
+        from extras import vocabularies
+
+        tokenizer = vocabularies.OwnTokenizer(configs.VOCABULARY, extra_ids)
+    elif not vocab:
+        raise UserError(f"Copy the model's spiece.model into {configs.run_dir_of(run)}.")
+    elif kind == "train":
+        tokenizer = Tokenizer(train_vocabulary(cfg, int(size)), extra_ids)
     elif vocab.endswith(".model"):
         with fsspec.open(vocab) as file:
-            tokenizer = Tokenizer(file.read(), cfg.data.extra_ids)
+            tokenizer = Tokenizer(file.read(), extra_ids)
     else:
         from extras import vocabularies
 
@@ -276,13 +279,10 @@ def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
         record = {k: v for k, v in record.items() if v is not None}  # not the text "None"
         if choices:
             label = float(record["label"])  # 1.0 finds 1, and 0.5 nothing
-            if label == -1:
-                configs.print_once("Some labels are -1: as in t5, they become <unk>.")
-            record["label"] = {**dict(enumerate(choices)), -1: "<unk>"}[label]
-        pair = dict(inputs=inputs.format_map(record), targets=targets.format_map(record))
-        if "idx" in record:  # the number that GLUE gives an example
-            pair["idx"] = record["idx"]
-        return [pair]
+            record["label"] = dict(enumerate(choices))[label]
+        return [
+            dict(inputs=inputs.format_map(record), targets=targets.format_map(record))
+        ]
 
     return fill
 
@@ -615,6 +615,7 @@ def batches_of_split(
     """Return the batches of a split, one example in each row; [] if there is no split."""
     task, files = open_task(name, split, cfg)
     items = []
+    # Read windows of 2^18 characters, until they give enough examples.
     for new_items, next_window in read_windows(task, files, tokenizer, cfg, 1 << 18):
         items += new_items
         if next_window.epoch or (limit and len(items) >= limit):

@@ -59,10 +59,10 @@ from partition import constrain
 # each is computed only once. In greedy decoding, N is 1, `ancestors` is None, and the key
 # of position t is at index t of the cache.
 #
-# In beam search, the N beams of an example share a cache: the key of position t of beam m
-# is at index t * N + m. A mask hides the keys of other beams. When the search reorders
-# the beams, only this mask changes, and the cache is not copied. With two beams, the
-# cache holds the keys of
+# The N beams or samples of an example share a cache: the key of position t of beam m is at
+# index t * N + m. A mask hides the keys of other beams. When beam search reorders the
+# beams, only this mask changes, and the cache is not copied. With two beams, the cache
+# holds the keys of
 #
 #     position 0, beam 0    position 0, beam 1    position 1, beam 0    position 1, beam 1
 #

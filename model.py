@@ -9,7 +9,8 @@ The equations follow Raffel et al. 2020 (arXiv:1910.10683), section 2.1, with th
 of version 1.1: a gated GELU, an output matrix besides the embedding matrix, and no
 dropout in pretraining. In float32, logits and losses equal those of T5X
 (t5x/examples/t5/network.py). In bfloat16, T5X also rounds the position biases and the
-attention scores, which are float32 here. (On a GPU, a kernel rounds the biases, too.)
+attention scores, which are float32 here. (The biases of UMT5, and those that the kernel
+for GPUs gets, are rounded, too.)
 
 Comments and einsums use these letters for the shapes:
 
@@ -22,7 +23,7 @@ function (q, k, v), and `rng` a random key for dropout, or None without dropout.
 
 To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w,
 on_each_device(f, ...) as f(...), and apply_layers(layer, x, ...) as
-`for w in layers: x = layer(w, x, rng)`.
+`for w, rng in layers: x = layer(w, x, rng)`.
 
     >>> from configs import RECIPES
     >>> count_params(param_table(RECIPES["small_c4"].model))
@@ -243,7 +244,7 @@ def dot_product_attention(
     The scores are not divided by sqrt(C): param_table scales the query weights instead.
     q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K] or
     [B, H, Q, K] or None.
-    On a TPU or GPU, a kernel replaces this function, until it is edited.
+    In training, a kernel may replace this function on a TPU or GPU, until it is edited.
     """
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -261,7 +262,7 @@ def biased_attention(
     relative_bias [H, R]: the learned biases, or None in cross-attention.
     """
 
-    def attend(q, k, v, mask, relative_bias):
+    def attend_here(q, k, v, mask, relative_bias):
         bias = None
         if relative_bias is not None:
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
@@ -271,7 +272,23 @@ def biased_attention(
             return attention_kernel.attend(q, k, v, mask, bias)
         return dot_product_attention(q, k, v, mask, bias)
 
-    return on_each_device(attend, q, k, v, mask, relative_bias)
+    return on_each_device(attend_here, q, k, v, mask, relative_bias)
+
+
+def self_attend(
+    stack: dict, w: dict, mask: Array, model_cfg: ModelConfig, bidirectional=False
+) -> Callable:
+    """Return the function attend(q, k, v) of a layer.
+
+    stack: the weights of the encoder or decoder. w: those of the self-attention.
+    """
+    return partial(
+        biased_attention,
+        mask=mask,
+        relative_bias=relative_bias_of(stack, w, model_cfg),
+        model_cfg=model_cfg,
+        bidirectional=bidirectional,
+    )
 
 
 def split_heads(x: Array, model_cfg: ModelConfig) -> Array:
@@ -351,12 +368,8 @@ def encode(
     mask = attention_mask(segments, segments)
 
     def layer(w, x, rng):
-        attend = partial(
-            biased_attention,
-            mask=mask,
-            relative_bias=relative_bias_of(params["encoder"], w["attention"], model_cfg),
-            model_cfg=model_cfg,
-            bidirectional=True,
+        attend = self_attend(
+            params["encoder"], w["attention"], mask, model_cfg, bidirectional=True
         )
         return encoder_layer(w, x, attend, model_cfg, rng)
 
@@ -400,13 +413,7 @@ def decode(
     )
 
     def layer(w, x, rng):
-        w_self = w["self_attention"]
-        attend = partial(
-            biased_attention,
-            mask=mask,
-            relative_bias=relative_bias_of(params["decoder"], w_self, model_cfg),
-            model_cfg=model_cfg,
-        )
+        attend = self_attend(params["decoder"], w["self_attention"], mask, model_cfg)
         cross_kv = keys_values(w["cross_attention"], encoded, model_cfg)
         return decoder_layer(w, x, cross_kv, attend, cross_attend, model_cfg, rng)
 

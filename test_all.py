@@ -986,6 +986,12 @@ def test_wrong_flags_are_refused(flags, capsys):
     assert error.value.code
 
 
+def test_the_bounds_of_settings_are_allowed():
+    flags = "--decode.top_p 1 --data.noise_density 0.99 --train.microbatches 1"
+    cfg = configs.parse(configs.Options, flags.split()).cfg
+    assert cfg.decode.top_p == 1 and cfg.data.noise_density == 0.99
+
+
 def test_lists_of_settings_have_no_other_names():
     lists = *configs.AT_LEAST_1, *configs.AT_MOST, *configs.CHANGEABLE
     assert {*lists} <= {*configs.flat_settings(SMALL), "decode", "mesh"}
@@ -1472,19 +1478,18 @@ def test_held_out_batches_are_in_order_and_padded(tmp_path, tables):
     assert data.batches_of_split("only", "validation", cfg, TOKENIZER) == []
 
 
-@pytest.mark.parametrize(
-    "example, expected",
-    [
-        (dict(a="x", label=1, idx=7), dict(inputs="q x", targets="yes", idx=7)),
-        (dict(a="{a}", label=-1), dict(inputs="q {a}", targets="<unk>")),
-    ],
-)
-def test_a_template_fills_fields_and_labels(example, expected):
+def test_a_template_fills_fields_and_labels():
     fill = data.template("q {a}", "{label}", ("no", "yes"))
-    assert fill(example) == [expected]
-    for name, value in [("a", None), *(("label", x) for x in (None, -2, 2, 0.5))]:
+    example = dict(a="{a}", label=1.0, idx=7)
+    assert fill(example) == [dict(inputs="q {a}", targets="yes")]
+    for name, value in [("a", None), *(("label", x) for x in (None, -1, 2, 0.5))]:
         with pytest.raises((KeyError, TypeError)):  # None is null in JSON
             fill(example | {name: value})
+    fill = t5_tasks.glue_template("q {a}", "{label}", ("no", "yes"))
+    assert fill(example) == [dict(inputs="q {a}", targets="yes", idx=7)]
+    assert fill(dict(a="x", label=-1)) == [dict(inputs="q x", targets="<unk>")]
+    with pytest.raises(KeyError):
+        fill(dict(a="x", label=2))
 
 
 def test_stored_ids_lose_padding_and_eos():

@@ -313,7 +313,7 @@ def refuse_infinite(metrics: dict, step: int) -> None:
     """Stop if the gradient or the rate is infinite or NaN."""
     if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
         raise UserError(
-            f"At step {step:,}, a loss, gradient or rate is infinite or NaN. "
+            f"At step {step:,}, the gradient or the learning rate is infinite or NaN. "
             f"Start another run with a lower --train.learning_rate."
         )
 

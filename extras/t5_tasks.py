@@ -21,6 +21,7 @@ import numpy as np
 
 from configs import FINETUNE, METRICS, MIXTURES, RECIPES, SIZES, TASKS
 from configs import Config, DataConfig, DecodeConfig, ModelConfig, TrainConfig, UserError
+from configs import print_once
 from data import Task, template
 
 # ---- translation and summarization -----------------------------------------------------
@@ -53,6 +54,24 @@ ENTAILMENT = "entailment", "not_entailment"
 MNLI = "mnli hypothesis: {hypothesis} premise: {premise}"
 MNLI_LABELS = "entailment", "neutral", "contradiction"
 HELD_OUT = "validation", "test"
+
+
+def glue_template(inputs: str, targets: str, choices: tuple = ()):
+    """Return a template that keeps the field idx, and for which a label of -1 is <unk>.
+
+    GLUE has this label where the label is not public.
+    """
+    fill, fill_unknown = template(inputs, targets, choices), template(inputs, "<unk>")
+
+    def fill_and_keep_idx(record):
+        is_unknown = choices and float(record["label"]) == -1
+        if is_unknown:
+            print_once("Some labels are -1: as in t5, they become <unk>.")
+        (pair,) = fill_unknown(record) if is_unknown else fill(record)
+        return [pair | {"idx": record["idx"]} if "idx" in record else pair]
+
+    return fill_and_keep_idx
+
 
 # dataset, inputs, the words for labels 0, 1, ..., metrics, splits (if not all three)
 # fmt: off
@@ -95,7 +114,7 @@ for name, inputs, labels, metrics, *splits in CLASSIFICATION:
     suffix, version = ("v102", "1.0.2") if name.startswith("super") else ("v002", "1.0.0")
     TASKS[f"{name.replace('/', '_')}_{suffix}"] = Task(
         f"tfds:{name}:{version}",
-        template(inputs, "{label}", labels),
+        glue_template(inputs, "{label}", labels),
         metrics,
         labels,
         "label",
@@ -158,7 +177,9 @@ METRICS |= {
 def format_stsb(example):
     """The target is the similarity as text, rounded to a multiple of 0.2."""
     score = np.round(np.float32(example["label"]) * 5) / 5
-    fill = template("stsb sentence1: {sentence1} sentence2: {sentence2}", "{label:.1f}")
+    fill = glue_template(
+        "stsb sentence1: {sentence1} sentence2: {sentence2}", "{label:.1f}"
+    )
     return fill(example | {"label": score})
 
 
@@ -206,7 +227,7 @@ def format_multirc(example):
         key: re.sub("</?b>", "", example[key].replace("<br>", " "))
         for key in ("paragraph", "question", "answer")
     }
-    fill = template(
+    fill = glue_template(
         "multirc question: {question} answer: {answer} paragraph: {paragraph}",
         "{label}",
         ("False", "True"),

@@ -106,8 +106,6 @@ class JsonTokenizer(data.Tokenizer):
 def load(vocab: str, cfg: Config) -> data.Tokenizer:
     """Return the tokenizer of --data.vocab, unless it names a SentencePiece model."""
     extra_ids = cfg.data.extra_ids
-    if configs.VOCABULARY:
-        return OwnTokenizer(configs.VOCABULARY, extra_ids)
     if vocab == "numbers":
         return OwnTokenizer(Numbers(cfg.model.vocab_size - extra_ids), extra_ids)
     if vocab == "bytes":
