@@ -1855,10 +1855,9 @@ def test_one_of_several_processes_needs_the_address_of_process_0(monkeypatch):
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     partition.start_jax(configs.Options(SMALL))  # This process runs alone.
-    second = configs.DistributedConfig(processes=2, process=0)
-    alone = configs.DistributedConfig(coordinator="a:1")
-    for distributed, named in (second, "None, 2, 0"), (alone, "'a:1', None"):
-        with pytest.raises(ValueError, match=named):
+    for flag in dict(coordinator="a:1"), dict(processes=2), dict(process=0):
+        distributed = configs.DistributedConfig(**flag)
+        with pytest.raises(ValueError, match=str(*flag.values())):
             partition.start_jax(configs.Options(SMALL, distributed=distributed))
 
 

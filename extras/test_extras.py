@@ -203,8 +203,12 @@ def test_recipes_have_the_settings_of_t5x():
     train |= dict(warmup_steps=10_000, z_loss=1e-4, label_smoothing=0.0, weight_decay=0.0)
     train |= dict(batch_size=256, microbatches=1, predict_every=0, start_step=0)
     train |= dict(steps_per_decay=20_000, decay_factor=0.5)
+    train |= dict(eval_every=1000, eval_batches=20, save_every=1000)
     pretrain = configs.RECIPES["small_c4"]
     assert pretrain == change(pretrain, model=model, data=data_cfg, train=train)
+    pretrain, train = configs.RECIPES["base_c4"], train | dict(steps=100_000)
+    train |= dict(eval_every=2000)
+    assert pretrain == change(pretrain, data=data_cfg, train=train)
     for name in ("small_pairs", "base_wmt_finetune"):
         finetune = configs.RECIPES[name]
         train = dict(learning_rate=1e-3, schedule="constant", z_loss=1e-4)
