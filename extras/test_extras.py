@@ -217,6 +217,16 @@ def test_recipes_have_the_settings_of_t5x():
     assert (configs.FINETUNE.predict_every, configs.FINETUNE.save_every) == (1000, 5000)
 
 
+def test_first_recipes_evaluate_at_their_end_and_keep_their_weights():
+    for name in ("tiny", "tiny_finetune"):
+        train = configs.RECIPES[name].train
+        assert train.steps % train.eval_every == 0
+        assert train.predict_every in (0, train.steps)
+        assert (1 - train.weight_decay) ** train.steps > 0.1
+    bench = configs.RECIPES["small_bench"].train  # It only measures the speed of steps.
+    assert bench.eval_every == bench.predict_every == bench.save_every == 0
+
+
 def test_a_command_finds_the_tasks_of_extras_by_their_names():
     """In this process they are loaded already."""
     flags = "--data.task by_rule --data.vocab bytes --model.vocab_size 384 --show 1"
