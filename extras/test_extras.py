@@ -346,9 +346,11 @@ def test_formats_make_the_texts_of_t5(name, example, expected):
     assert [(row["inputs"], row["targets"]) for row in found] == expected
 
 
-def test_labels_become_the_choices_of_their_task():
+def test_labels_become_the_choices_of_the_tasks_of_glue():
     everything = {key: "x" for _, example, _ in FORMATS for key in example} | {"idx": 7}
-    tasks = [task for task in configs.TASKS.values() if task.postprocess == "label"]
+    names = [name for name in configs.TASKS if "glue" in name]
+    tasks = [configs.TASKS[name] for name in names]
+    tasks = [task for task in tasks if task.postprocess == "label"]
     assert len(tasks) > 15
     for task in tasks:
         for label, word in [*enumerate(task.choices), (-1, "<unk>")]:
