@@ -64,8 +64,8 @@ class ModelConfig:
     # again. none: everything; dots: products with weights, and the outputs of attention
     # kernels; full: only these outputs, which needs the least memory
     remat: Literal["dots", "none", "full"] = "dots"
-    # xla: the code of model.py; kernel: one of extras/, or xla if none fits the device,
-    # the dtype or the shapes; auto: xla on a CPU, else kernel
+    # xla: the code of model.py; kernel: one of extras/, or xla if none fits the GPU, the
+    # dtype or the shapes; auto: xla on a CPU, else kernel
     attention_impl: Literal["auto", "xla", "kernel"] = "auto"
     # auto is extras/chunked_loss.py on a TPU and for large vocabularies, else full
     loss_impl: Literal["auto", "full", "chunked"] = "auto"
@@ -320,7 +320,7 @@ def load_recipe(name: str) -> Config:
 
 @dataclass(frozen=True)
 class Options:
-    """The flags of all commands."""
+    """The flags of all commands except for convert.py."""
 
     # The flags of cfg have no prefix: --train.steps, and not --cfg.train.steps. Booleans
     # need a value, as in --mesh.fsdp True.

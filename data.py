@@ -452,8 +452,8 @@ ROWS_PER_PACK = 512  # rows that are packed together
 class Cursor(NamedTuple):
     """Where a task is.
 
-    To restart, open `file`, skip `record` records, read a window, shuffle it with the
-    first three numbers as seeds, and skip `taken` examples.
+    To restart, open `file`, skip `record` records, read a window, shuffle it (the first
+    three numbers are among the seeds), and skip `taken` examples.
     """
 
     epoch: int = 0

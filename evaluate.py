@@ -192,7 +192,6 @@ def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
 
 def predict(params, cfg: Config, name: str, split: str, tokenizer, limit=None):
     """Generate a text for each example. Returns metrics, and a line for each example."""
-    check_metrics(name, split, cfg, tokenizer)
     pairs, examples, targets = read_examples(name, split, cfg, tokenizer, limit)
     requests = [infer.Request(*ids, number) for number, ids in enumerate(examples)]
     results = infer.process_requests(params, cfg, requests)
@@ -346,8 +345,9 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
 
 
 # ---- metrics ---------------------------------------------------------------------------
-# The metrics of t5/evaluation/metrics.py: functions of the postprocessed targets and
-# predictions that return a dict of numbers from 0 to 100. Those of GLUE are in extras/.
+# The metrics of t5/evaluation/metrics.py, except that `rouge` differs: functions of the
+# postprocessed targets and predictions that return a dict of numbers from 0 to 100. Those
+# of GLUE are in extras/.
 
 
 def percent(values) -> float:
@@ -537,11 +537,15 @@ def main() -> None:
         "predict": predict,
         "rank": partial(rank, normalize=options.normalize),
     }
+    mode_of = {}
+    for name in names:
+        has_metrics = data.find_task(name, cfg).metrics
+        mode_of[name] = options.mode or ("predict" if has_metrics else "loss")
+        if mode_of[name] == "predict":
+            check_metrics(name, split, cfg, tokenizer)
     for step in steps:
         params = infer.load_params(cfg, options.run_dir, step)
-        for name in names:
-            task = data.find_task(name, cfg)
-            mode = options.mode or ("predict" if task.metrics else "loss")
+        for name, mode in mode_of.items():
             metrics, lines = modes[mode](params, cfg, name, split, tokenizer)
             count = f" of {len(lines):,} examples" if lines else ""
             print(f"{name}, {split}, step {step:,}, {mode}{count}")

@@ -45,7 +45,7 @@ from partition import constrain
 # generate                        encodes the inputs, and then for each position:
 #   decode_step                   computes the logits of the next ids, and the new cache
 #   append_ids or extend_beams    chooses an id for each output, or the best beams
-#   sorted_outputs, beam_outputs  put the best outputs first, in the end
+#   sorted_outputs, beam_outputs  return the outputs in the end, with the best one first
 #
 # Without a cache, greedy decoding of a text would be
 #

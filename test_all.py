@@ -2665,16 +2665,22 @@ def evaluated(byte_run, tmp_path, monkeypatch):
 
 def test_targets_that_cannot_be_written_are_reported(evaluated, capsys):
     """--data.targets_length 8 cuts the second target, so its accuracy is at most 50."""
+
+    def check(params, cfg, name, split, tokenizer):
+        evaluate.check_metrics(name, split, cfg, tokenizer)
+
     rows = [{"inputs": "a", "targets": "short"}, {"inputs": "b", "targets": "longer one"}]
-    metrics, lines = evaluated(evaluate.predict, rows)
+    evaluated(check, rows)
     assert re.search(r"'accuracy': 50\.0.*'accuracy': 100\.0", capsys.readouterr().err)
+    metrics, lines = evaluated(evaluate.predict, rows)
     assert metrics == {"accuracy": 0.0}
     assert [line["target"] for line in lines] == ["short", "longer one"]
-    evaluated(evaluate.predict, rows[:1])
+    evaluated(check, rows[:1])
     assert not capsys.readouterr().err
     ids = [{"inputs": [5, 6], "targets": [118, 107, 1]}]
     _, (line,) = evaluated(evaluate.predict, ids, metrics=("bleu",))
     assert line["target"] == "sh" and type(line["prediction"]) is str
+    evaluated(check, ids, metrics=("bleu",))
     assert "'bleu': 0.0" in capsys.readouterr().err
 
 
@@ -2785,6 +2791,15 @@ def test_the_command_evaluates_the_tasks_of_another_recipe_file(byte_run, tmp_pa
     assert (tmp_path / "curves.png").stat().st_size > 1000
     (loss,) = evaluate.read_metrics([tmp_path / "other"]).values()
     assert loss["loss_eval/own/loss"] > 0
+
+
+def test_the_command_warns_of_targets_that_are_cut(byte_run, here, capsys):
+    source = write_jsonl(Path("long.jsonl"), [{"inputs": "a", "targets": "x" * 99}])
+    command = f"evaluate --run_dir {byte_run} --output out --tasks {source} --mode"
+    run(f"{command} loss")
+    assert "accuracy" not in capsys.readouterr().err
+    run(f"{command} predict")
+    assert "'accuracy': 0.0" in capsys.readouterr().err
 
 
 def test_tasks_without_held_out_examples_are_left_out(byte_run, here):

@@ -324,7 +324,7 @@ def is_due(every: int, step: int, last_step: int) -> bool:
 
 
 def catch_signals() -> Callable[[int], bool]:
-    """Return a function stop(step): whether SIGTERM or Ctrl-C asks to stop after a step.
+    """Return a function must_stop(step), which is true after SIGTERM or Ctrl-C.
 
     A second signal of the same kind kills the process. With several processes, only
     SIGTERM counts, and all stop after the same step.
