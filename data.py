@@ -560,7 +560,7 @@ class Batches(Iterator):
         return batch
 
     def choose_examples(self, cursors: dict) -> tuple[list[Example], dict]:
-        """Return the examples of all tasks for ROWS_PER_PACK rows, and the next cursors."""
+        """Return examples of all tasks, for ROWS_PER_PACK rows, and the next cursors."""
         cursors = cursors.copy()
         names, rates = list(self.rates), list(self.rates.values())
         totals = np.array([cursors[name].total for name in names])

@@ -59,8 +59,8 @@ from partition import constrain
 # each is computed only once. In greedy decoding, N is 1, `ancestors` is None, and the key
 # of position t is at index t of the cache.
 #
-# The N beams or samples of an example share a cache: the key of position t of beam m is at
-# index t * N + m. A mask hides the keys of other beams. When beam search reorders the
+# The N beams or samples of an example share a cache: the key of position t of beam m is
+# at index t * N + m. A mask hides the keys of other beams. When beam search reorders the
 # beams, only this mask changes, and the cache is not copied. With two beams, the cache
 # holds the keys of
 #

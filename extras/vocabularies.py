@@ -7,7 +7,6 @@ from operator import index
 import fsspec
 import numpy as np
 
-import configs
 import data
 from configs import Config, UserError
 
