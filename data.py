@@ -277,9 +277,8 @@ def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
 
     def fill(record):
         record = {k: v for k, v in record.items() if v is not None}  # not the text "None"
-        if choices:
-            label = float(record["label"])  # 1.0 finds 1, and 0.5 nothing
-            record["label"] = dict(enumerate(choices))[label]
+        if choices:  # The label 1.0 finds 1, and 0.5 finds nothing.
+            record["label"] = dict(enumerate(choices))[float(record["label"])]
         return [
             dict(inputs=inputs.format_map(record), targets=targets.format_map(record))
         ]
