@@ -2218,17 +2218,22 @@ def test_top_k_and_top_p_keep_the_most_probable_ids(top_k, top_p, kept):
     assert np.flatnonzero(found).tolist() == kept
 
 
-@pytest.mark.parametrize("options", [{}, {"top_k": 3}, {"top_p": 0.5}], ids=str)
+SAMPLING = {}, {"top_k": 3}, {"top_p": 0.5}, {"top_k": 3, "temperature": 0.0}
+
+
+@pytest.mark.parametrize("options", SAMPLING, ids=str)
 def test_samples_have_the_distribution_of_the_model(options):
+    """With top_k, a temperature of 0 means 1."""
     logits = np.random.default_rng(0).normal(0, 1.5, 12)
     log_probs = np.broadcast_to(jax.nn.log_softmax(logits), (8, 500, 12))
-    share = np.exp(logits / 0.7) / np.exp(logits / 0.7).sum()
+    weights = np.exp(logits / (options.get("temperature", 0.7) or 1.0))
+    share = weights / weights.sum()
     order = np.argsort(-logits)
     nucleus = 1 + int((np.cumsum(share[order]) < 0.5).sum())
     kept = order[: options.get("top_k", nucleus if options else 12)]
     expected = np.zeros(12)
     expected[kept] = share[kept] / share[kept].sum()
-    decode = DecodeConfig(temperature=0.7, num_return=500, **options)
+    decode = DecodeConfig(num_return=500, **{"temperature": 0.7, **options})
     rngs = infer.output_rngs(5, jnp.arange(8), 500)
     ids = infer.sample(log_probs, 0, decode, rngs)
     counts = np.bincount(np.ravel(ids), minlength=12) / ids.size
