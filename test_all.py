@@ -3009,6 +3009,10 @@ def test_a_run_can_be_in_a_bucket(tmp_path, quiet, monkeypatch):
     assert checkpoints.steps() == [2, 3, 6]
     assert shard_bytes(bucket) == shard_bytes(tmp_path)
     assert metric_lines(bucket) == metric_lines(tmp_path)
+    for step in (1, 2):
+        evaluate.save_metrics(bucket / "eval", step, "t", "rank", {"accuracy": 50.0}, [])
+    line = {"predict_eval/t/accuracy": 50.0}
+    assert evaluate.read_metrics([bucket / "eval"]) == {1: line, 2: line}
 
 
 def test_a_signal_saves_and_stops_after_the_current_step(tmp_path, quiet, monkeypatch):
@@ -3543,11 +3547,12 @@ def test_a_new_folder_appears_only_when_it_is_complete(tmp_path, monkeypatch):
         convert.convert(source, new, to="hf")
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "full"}
     monkeypatch.undo()
-    convert.convert(source, tmp_path / "run")
-    with pytest.raises(UserError, match=re.escape(str(tmp_path / "run"))):
-        convert.convert(tmp_path / "run", new)
+    run = tmp_path / "runs/new"  # The folder runs/ is not there yet.
+    convert.convert(source, run)
+    with pytest.raises(UserError, match=re.escape(str(run))):
+        convert.convert(run, new)
     (tmp_path / "half").mkdir()  # An empty folder may be there already.
-    convert.convert(tmp_path / "run", tmp_path / "half", to="hf", dtype="bfloat16")
+    convert.convert(run, tmp_path / "half", to="hf", dtype="bfloat16")
     found = params_of(tmp_path / "half")["embed"]
     assert_array_equal(found, state["shared.weight"].astype(jnp.bfloat16))
 
