@@ -202,8 +202,8 @@ AT_MOST = {
     "train.label_smoothing": 0.999,
     "decode.top_p": 1,
 }
-# A resumed run may change these settings, although train.steps stretches a cosine. Any
-# other change would be another experiment.
+# A resumed run may change these settings, although train.steps stretches a cosine, and
+# train.microbatches changes the dropout. Any other change would be another experiment.
 CHANGEABLE = (
     "decode mesh model.attention_impl model.loss_impl model.remat train.steps "
     "train.microbatches train.log_every train.eval_every train.predict_every "

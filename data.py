@@ -392,8 +392,8 @@ def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.nda
 def pack(lengths: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     """Return the row of each example [N] by bin packing. lengths [N, 2]: inputs, targets.
 
-    Best-fit decreasing: from the longest example to the shortest, each goes to the row
-    whose free fractions of inputs and targets are then most similar, or to a new row.
+    From the longest example to the shortest, each goes to the row whose free fractions of
+    inputs and targets are then most similar, or to a new row.
     """
     share = lengths / limits
     num_rows = int(np.ceil(share.sum(axis=0)).max())  # fewer cannot hold all tokens

@@ -345,9 +345,9 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
 
 
 # ---- metrics ---------------------------------------------------------------------------
-# The metrics of t5/evaluation/metrics.py, except that `rouge` differs: functions of the
-# postprocessed targets and predictions that return a dict of numbers from 0 to 100. Those
-# of GLUE are in extras/.
+# The metrics of t5/evaluation/metrics.py, except that `rouge`, and `bleu` with several
+# references, differ: functions of the postprocessed targets and predictions that return a
+# dict of numbers from 0 to 100. Those of GLUE are in extras/.
 
 
 def percent(values) -> float:

@@ -73,7 +73,7 @@ def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> 
     """Call dot_product_attention for the few queries of the newest tokens."""
     Q = q.shape[2]
     if partition.platform() == "tpu":
-        # Fewer than 8 queries would not use the matrix unit, and take four times as long.
+        # For fewer than 8 queries, the compiler would not use the matrix unit.
         mask = jnp.broadcast_to(mask, (*mask.shape[:2], Q, mask.shape[3]))
         padding = (0, 0), (0, 0), (0, -Q % 8), (0, 0)
         q, mask = jnp.pad(q, padding), jnp.pad(mask, padding)

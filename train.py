@@ -273,7 +273,7 @@ def train_loop(
         if save_now:
             log.sync()
             checkpoints.save(state, step, batches.position)
-        if stop_now:  # The restart makes the evaluations of this step.
+        if stop_now:  # without the evaluations of this step, which the restart makes
             break
         evaluated = evaluator.run_due(step, state.params)
         if log_now or save_now or evaluated:
@@ -645,7 +645,7 @@ def parse_resumed(run_dir: str, recipe: str, argv) -> Options:
     stored, metadata = configs.load_run_and_tasks(run_dir, recipe)
     init_from = metadata["init_from"]
     cfg = configs.load_recipe(recipe) if recipe else stored
-    if init_from:  # This run may be gone, but the network of `stored` was its network.
+    if init_from:  # This run began with the network of another run, not of its recipe.
         cfg = configs.with_network_of(cfg, stored)
     options = Options(cfg, run_dir=run_dir, init_from=init_from)
     options = configs.parse_flags(options, argv)

@@ -10,7 +10,6 @@ is that for GPUs.
 """
 
 import functools
-from typing import Callable
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,6 @@ from jax.experimental.pallas import tpu
 import configs
 import partition
 from extras import gpu_attention
-from model import dot_product_attention
 
 # The most scores (rows * heads * queries * keys) that fit into on-chip memory.
 MAX_SCORES = 1 << 19
@@ -232,35 +230,23 @@ def gpu_attention_fits(q: Array) -> bool:
     return is_ampere and q.dtype == jnp.bfloat16 and C in (16, 32, 64, 128)
 
 
-def equation(q, k, v, mask, bias) -> Array:
-    """What the kernels compute: dot_product_attention of model.py, until you edit it."""
-    scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
-    if bias is not None:
-        scores += bias
-    probs = jax.nn.softmax(jnp.where(mask, scores, -1e10), axis=-1)
-    return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
-
-
-def was_edited(function: Callable, *args) -> bool:
-    """Return whether JAX traces a function to another program than `equation`."""
-    programs = [str(jax.make_jaxpr(f)(*args)) for f in (function, equation)]
-    edited = programs[0] != programs[1]
-    if edited:
-        configs.print_once(f"compute  {function.__name__} was edited: no kernel is used")
-    return edited
+def fits(q: Array, k: Array) -> bool:
+    """Return whether a kernel supports this device, and queries [B, H, Q, C] and keys."""
+    B, H, Q, C = q.shape
+    if partition.platform() == "gpu":
+        found = gpu_attention_fits(q)
+    else:
+        found = block_sizes((B, Q, H, C), k.shape[2]) is not None
+    if not found:
+        configs.print_once("compute  no kernel fits this device, dtype or shape")
+    return found
 
 
 def attend(q, k, v, mask, bias=None) -> Array:
     """Compute what model.dot_product_attention computes, with its arguments."""
-    if was_edited(dot_product_attention, q, k, v, mask, bias):
-        return dot_product_attention(q, k, v, mask, bias)
-    (B, H, Q, C), K = q.shape, k.shape[2]
-    on_gpu = partition.platform() == "gpu"
-    if on_gpu and gpu_attention_fits(q):
+    if partition.platform() == "gpu":
         return gpu_attention.attend(q, k, v, mask, bias)
-    if on_gpu or not block_sizes((B, Q, H, C), K):
-        configs.print_once("compute  no kernel fits this device, dtype or shape")
-        return dot_product_attention(q, k, v, mask, bias)
+    (B, H, Q, C), K = q.shape, k.shape[2]
     q, k, v = (x.swapaxes(1, 2).reshape(B, -1, H * C) for x in (q, k, v))
     mask = jnp.broadcast_to(mask[:, 0], (B, Q, K)).astype(jnp.int8)
     out = attend_in_blocks(C, q, k, v, bias, mask)
