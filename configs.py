@@ -200,6 +200,7 @@ AT_MOST = {
     "model.dropout": 0.999,
     "data.noise_density": 0.99,
     "train.label_smoothing": 0.999,
+    "train.seed": 2**31 - 1,
     "decode.top_p": 1,
 }
 # A resumed run may change these settings, although train.steps stretches a cosine, and
@@ -473,11 +474,14 @@ def write_file(path, content: bytes | str | Iterable[bytes]) -> None:
         path.write_bytes(b"".join(parts))
         return
     temporary = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    with open(temporary, "wb") as file:
-        file.writelines(parts)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "wb") as file:
+            file.writelines(parts)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:  # after an error, also of an iterator `content`
+        temporary.unlink(missing_ok=True)
 
 
 def main() -> None:

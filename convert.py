@@ -111,10 +111,9 @@ def all_foreign_names(model_cfg: ModelConfig) -> Iterator[tuple]:
 
     The layer of an array that exists once is `...`: as an index, it selects everything.
     """
-    gated = model_cfg.gated
     for path, param in partition.flatten(model.param_table(model_cfg)).items():
         for layer in range(param.shape[0]) if "/layers/" in path else [Ellipsis]:
-            yield path, layer, *foreign_names(path, layer, gated)
+            yield path, layer, *foreign_names(path, layer, model_cfg.gated)
 
 
 # ---- from T5X to plain T5 --------------------------------------------------------------
@@ -126,10 +125,6 @@ class LoadedModel(NamedTuple):
     cfg: Config
     arrays: dict[str, np.ndarray]  # "step", "params/...", and perhaps "opt_state/..."
     tokenizer: data.Tokenizer | None
-
-    @property
-    def step(self) -> int:
-        return int(self.arrays["step"])
 
 
 def model_config(arrays: dict, source: Path) -> ModelConfig:
@@ -267,14 +262,9 @@ def hf_config(model_cfg: ModelConfig) -> dict[str, Any]:
         name for name, a in HF_ACTIVATIONS.items() if a == model_cfg.activation
     )
     gated, _, activation = projection.rpartition("-")
+    same = "vocab_size d_model d_ff d_kv num_heads num_layers num_decoder_layers".split()
     return {
-        "vocab_size": model_cfg.vocab_size,
-        "d_model": model_cfg.d_model,
-        "d_ff": model_cfg.d_ff,
-        "d_kv": model_cfg.d_kv,
-        "num_heads": model_cfg.num_heads,
-        "num_layers": model_cfg.num_layers,
-        "num_decoder_layers": model_cfg.num_decoder_layers,
+        **{name: getattr(model_cfg, name) for name in same},
         "relative_attention_num_buckets": model_cfg.relative_buckets,
         "relative_attention_max_distance": model_cfg.relative_max_distance,
         "dropout_rate": model_cfg.dropout,
@@ -361,7 +351,8 @@ def read_hf(folder: Path) -> tuple[dict[str, np.ndarray], ModelConfig]:
         relative_max_distance=config.get("relative_attention_max_distance", 128),
     )
     if model_cfg.num_decoder_layers:
-        config.setdefault("num_decoder_layers", config.get("num_layers"))
+        layers = config.get("num_layers", model_cfg.num_decoder_layers)
+        config.setdefault("num_decoder_layers", layers)
     else:  # T5EncoderModel keeps the number of the whole model.
         config.pop("num_decoder_layers", None)
     generation = read_json(folder / "generation_config.json")
@@ -502,7 +493,7 @@ def write_run(run: LoadedModel, folder: Path) -> None:
         run.tokenizer.save(folder)
         metadata["vocabulary"] = run.tokenizer.sha256
     arrays = jax.tree.map(jnp.asarray, run.arrays)
-    partition.Checkpoints(folder).save(arrays, run.step)
+    partition.Checkpoints(folder).save(arrays, int(arrays["step"]))
     configs.save_run(run.cfg, folder, **metadata)
 
 
@@ -581,6 +572,8 @@ def convert(
     np_dtype = jnp.dtype(dtype)
     if to == "plain" and is_run(source):
         raise UserError(f"{src} is a run already: add --to hf or --to t5x.")
+    if step != "latest" and not (source / "checkpoints").exists():
+        raise UserError(f"--step chooses a checkpoint of a run, and {src} is none.")
     if to == "plain" and dtype != "float32":
         raise UserError(f"--dtype {dtype} needs --to hf or --to t5x.")
     if configs.is_remote(dst) or destination.exists() and any(destination.iterdir()):
@@ -606,7 +599,8 @@ def convert(
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     params = model.count_params(model.param_table(run.cfg.model))
-    print(f"converted step {run.step:,} of {src}, with {params:,} parameters, to {dst}")
+    at = int(run.arrays["step"])
+    print(f"converted step {at:,} of {src}, with {params:,} parameters, to {dst}")
     if not run.tokenizer:
         print(f"{src} has no vocabulary: copy its spiece.model into {dst}.")
 

@@ -239,11 +239,9 @@ def group_choices(indices: list[tuple[int, int]]) -> list[list[int]]:
     """Return the positions of the choices of each example, ordered by their idx."""
     if len(set(indices)) < len(indices):
         raise ValueError("two answer choices have the same idx")
-    groups = collections.defaultdict(list)
-    for position in sorted(range(len(indices)), key=lambda i: indices[i]):
-        example, _ = indices[position]
-        groups[example].append(position)
-    return list(groups.values())
+    order = sorted(range(len(indices)), key=lambda i: indices[i])
+    groups = itertools.groupby(order, key=lambda i: indices[i][0])
+    return [list(positions) for _, positions in groups]
 
 
 def rank_classification(targets, scores, num_classes=None, normalize=False) -> dict:
@@ -445,12 +443,11 @@ def read_metrics(folders: list) -> dict[int, dict[str, float]]:
 def write_csv(path: str, table: dict) -> None:
     """Write a row for each step and a column for each metric of held-out examples."""
     names = sorted({name for row in table.values() for name in row if "_eval/" in name})
-    rows = [["step", *names]]
-    for step, row in table.items():
-        if row.keys() & names:
-            rows.append([step, *(row.get(name) for name in names)])
+    rows = [{"step": step, **row} for step, row in table.items() if row.keys() & names]
     with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(rows)
+        writer = csv.DictWriter(file, ["step", *names], extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
 
 
 # ---- the command -----------------------------------------------------------------------

@@ -17,7 +17,6 @@ Letters of shapes: B examples, N outputs of an example (beams or samples), S inp
 T maximum number of generated ids, H heads, C channels of a head, K keys, V vocabulary.
 """
 
-import collections
 import functools
 import itertools
 import json
@@ -576,7 +575,8 @@ def answer_file(params: dict, options: "Options", tokenizer) -> None:
         configs.write_file(output, lines)
         print(f"The answers are in {output}.")
     else:
-        collections.deque(lines, maxlen=0)  # takes part in all batches
+        for _ in lines:  # takes part in all batches
+            pass
 
 
 # ---- the command -----------------------------------------------------------------------

@@ -32,7 +32,6 @@ on_each_device(f, ...) as f(...), and apply_layers(layer, x, ...) as
 
 import math
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Callable, Literal
 
 import jax
@@ -44,7 +43,7 @@ from jax.sharding import get_abstract_mesh
 
 import configs
 import partition
-from configs import Config, ModelConfig
+from configs import Config, ModelConfig, UserError
 from partition import constrain, spec
 
 # ---- parameters ------------------------------------------------------------------------
@@ -172,9 +171,10 @@ def split_rng(rng, n: int):
 
 
 # ---- attention -------------------------------------------------------------------------
-# encode, decode                make masks
+# encode, decode                make masks, and a function attend(q, k, v) for each layer
+#   make_attend                 returns it
 #   attention                   projects to heads, attends, projects back
-#     biased_attention          attends, on each device
+#     attend                    does the next two on each device
 #       position_bias           looks up a learned bias for the bucket of each distance
 #       dot_product_attention   softmax(q k^T + bias) v
 
@@ -195,6 +195,11 @@ def relative_bucket(
         offset = (relative_position > 0) * num_buckets
         distance = np.abs(relative_position)
     max_exact = num_buckets // 2
+    if not 0 < max_exact < model_cfg.relative_max_distance:
+        raise UserError(
+            "--model.relative_buckets must be at least 4, and relative_max_distance more "
+            "than half of them."
+        )
     log_ratio = np.log(np.maximum(distance, 1) / max_exact)
     fraction = log_ratio / np.log(model_cfg.relative_max_distance / max_exact)
     large = max_exact + (fraction * (num_buckets - max_exact)).astype(np.int32)
@@ -259,12 +264,12 @@ def dot_product_attention(
     return jnp.einsum("bhqk,bhkc->bhqc", probs.astype(v.dtype), v)
 
 
-def biased_attention(
-    q, k, v, mask, relative_bias, model_cfg: ModelConfig, bidirectional=False
-) -> Array:
-    """Attend with the position biases of T5, if there are any.
+def make_attend(
+    mask: Array, relative_bias, model_cfg: ModelConfig, bidirectional=False
+) -> Callable:
+    """Return the function attend(q, k, v) of a layer.
 
-    relative_bias [H, R]: the learned biases, or None in cross-attention.
+    relative_bias [H, R]: the learned position biases, or None in cross-attention.
     """
     impl = resolve_auto(model_cfg).attention_impl
 
@@ -274,23 +279,7 @@ def biased_attention(
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
         return dot_product_attention(q, k, v, mask, bias, impl)
 
-    return on_each_device(attend_here, q, k, v, mask, relative_bias)
-
-
-def self_attend(
-    stack: dict, w: dict, mask: Array, model_cfg: ModelConfig, bidirectional=False
-) -> Callable:
-    """Return the function attend(q, k, v) of a layer.
-
-    stack: the weights of the encoder or decoder. w: those of the self-attention.
-    """
-    return partial(
-        biased_attention,
-        mask=mask,
-        relative_bias=relative_bias_of(stack, w, model_cfg),
-        model_cfg=model_cfg,
-        bidirectional=bidirectional,
-    )
+    return lambda q, k, v: on_each_device(attend_here, q, k, v, mask, relative_bias)
 
 
 def split_heads(x: Array, model_cfg: ModelConfig) -> Array:
@@ -310,7 +299,7 @@ def attention(
 ) -> Array:
     """Compute multi-head attention for normalized activations x [B, Q, D].
 
-    attend: a function (q, k, v), such as biased_attention with a mask.
+    attend: what make_attend returns, or in decoding a function with a cache.
     kv: in cross-attention, the keys and values of the encoder's output.
     """
     rng_probs, rng_out = split_rng(rng, 2)
@@ -370,9 +359,8 @@ def encode(
     mask = attention_mask(segments, segments)
 
     def layer(w, x, rng):
-        attend = self_attend(
-            params["encoder"], w["attention"], mask, model_cfg, bidirectional=True
-        )
+        bias = relative_bias_of(params["encoder"], w["attention"], model_cfg)
+        attend = make_attend(mask, bias, model_cfg, bidirectional=True)
         return encoder_layer(w, x, attend, model_cfg, rng)
 
     x = embed_tokens(params, inputs, model_cfg, rng_embed)
@@ -410,12 +398,11 @@ def decode(
     segments = batch.target_segments
     mask = attention_mask(segments, segments, causal=True)
     cross_mask = attention_mask(segments, batch.input_segments)
-    cross_attend = partial(
-        biased_attention, mask=cross_mask, relative_bias=None, model_cfg=model_cfg
-    )
+    cross_attend = make_attend(cross_mask, None, model_cfg)
 
     def layer(w, x, rng):
-        attend = self_attend(params["decoder"], w["self_attention"], mask, model_cfg)
+        bias = relative_bias_of(params["decoder"], w["self_attention"], model_cfg)
+        attend = make_attend(mask, bias, model_cfg)
         cross_kv = keys_values(w["cross_attention"], encoded, model_cfg)
         return decoder_layer(w, x, cross_kv, attend, cross_attend, model_cfg, rng)
 
@@ -669,7 +656,7 @@ def describe_model(cfg: Config) -> str:
 def list_params(cfg: Config) -> str:
     """Return a line for each parameter, as in the file model-info.txt of T5X."""
     lines = []
-    for name, p in sorted(partition.flatten(param_table(cfg.model)).items()):
+    for name, p in partition.flatten(param_table(cfg.model)).items():
         shape = " x ".join(map(str, p.shape))
         axes = " ".join(p.axes)
         lines.append(f"{name:44} {shape:20} {axes:22} {p.init:>16} {p.scale:.4g}\n")

@@ -975,7 +975,7 @@ WRONG_FLAGS = [
     "--data.noise_density 1", "--decode.batch_size 0", "--model.tied maybe",
     "--decode.max_length 0", "--train.microbatches 0", "--train.steps many",
     "--train.keep -1", "--mesh.model 0", "--decode.top_p 90", "--model.dropout 10",
-    "--config smal_c4", "--train.step 7",
+    "--config smal_c4", "--train.step 7", "--train.seed 3000000000",
 ]  # fmt: skip
 
 
@@ -1075,7 +1075,7 @@ def test_a_file_is_written_completely_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError):
         configs.write_file(tmp_path / "a", "new")
-    assert (tmp_path / "a").read_text() == "old"
+    assert (tmp_path / "a").read_text() == "old" and os.listdir(tmp_path) == ["a"]
 
 
 # ---- data: spans and rows --------------------------------------------------------------
@@ -1878,6 +1878,9 @@ def test_relative_buckets_equal_those_of_t5x():
     assert_array_equal(after, before[1:] + 16)
     assert_array_equal(model.relative_bucket(-far, False, cfg), causal)
     assert not model.relative_bucket(far, False, cfg).any()
+    for wrong in (dict(relative_max_distance=16), dict(relative_buckets=1)):
+        with pytest.raises(UserError, match="buckets"):
+            model.relative_bucket(far, False, ModelConfig(**wrong))
 
 
 def recorded_model():
@@ -3661,7 +3664,8 @@ def test_vocabularies_to_which_transformers_gives_other_ids_are_not_exported(
 
 def test_the_command_converts_there_and_back(tmp_path):
     """Also without a vocabulary, whose file the command then names."""
-    older = {"relative_attention_max_distance": None, "dropout_rate": None}
+    fields = "relative_attention_max_distance dropout_rate num_layers num_decoder_layers"
+    older = dict.fromkeys(fields.split())  # without them
     state = hf_state(SMALL.model)
     for name in ("encoder.final_layer_norm.weight", "shared.weight"):
         state[name][0] = np.nan  # its training diverged
@@ -3672,6 +3676,8 @@ def test_the_command_converts_there_and_back(tmp_path):
     assert (cfg.model.dropout, cfg.model.relative_max_distance) == (0.1, 128)
     with pytest.raises(UserError, match="Copy"):
         data.load_tokenizer(cfg, tmp_path / "run")
+    with pytest.raises(UserError, match="--step"):  # It has no steps.
+        convert.convert(source, tmp_path / "other", step="6")
     command("convert.py", tmp_path / "run", tmp_path / "back", "--to", "hf", "--step", 0)
     weights = [folder / "model.safetensors" for folder in (source, tmp_path / "back")]
     assert_equal(*map(safetensors.numpy.load_file, weights))
@@ -3918,6 +3924,7 @@ WRONG = [
     ("train --init_from hf", "convert.py"),  # a folder of Hugging Face
     ("train --run_dir nothing", "nothing has no checkpoint"),
     ("train --config tiny --run_dir hf", "convert.py"),
+    ("train --config tiny --run_dir RUN/checkpoints/step_00000020", "is a checkpoint"),
     ("train --config empty.py", "empty.py.*CONFIG"),
     ("data --run_dir nothing", "nothing"),
     ("data --run_dir RUN --config tiny", "--config"),

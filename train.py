@@ -615,6 +615,8 @@ def parse(argv: list[str] | None = None) -> Options:
         return parse_resumed(run_dir, flags.config, argv)
     if flags.run_dir and not flags.config:
         raise UserError(f"{run_dir} has no checkpoint: a new run needs --config.")
+    if configs.run_dir_of(run_dir) != configs.to_path(run_dir):
+        raise UserError(f"{run_dir} is a checkpoint: name its run, or --init_from.")
     if (configs.to_path(run_dir) / "config.json").exists():
         configs.load_run(run_dir)  # refuses a folder of Hugging Face
     return parse_new(run_dir, flags.config or "tiny", flags.init_from, argv)
