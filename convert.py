@@ -403,6 +403,10 @@ def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int
     config = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
     if tokenizer.file_name == "tokenizer.json":
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        if tokenizer.processor.encode("").ids != [data.EOS]:
+            print(
+                "This tokenizer.json adds no </s>: in transformers, append it to inputs."
+            )
     elif tokenizer.file_name == "spiece.model":
         proto = sentencepiece_model_pb2.ModelProto.FromString(tokenizer.serialized)
         trained = proto.trainer_spec

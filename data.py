@@ -147,14 +147,13 @@ def span_corruption(chunks: list[Ids], tokenizer, data_cfg, *seeds: int) -> list
         noise, spans = noise_counts(length, data_cfg)
         num_inputs = length - noise + spans + 1  # kept tokens, sentinels and EOS
         num_targets = noise + spans + 1  # removed tokens, sentinels and EOS
-        too_long = (
-            num_inputs > data_cfg.inputs_length or num_targets > data_cfg.targets_length
-        )
+        limits = data_cfg.inputs_length, data_cfg.targets_length
+        too_long = num_inputs > limits[0] or num_targets > limits[1]
         if spans > tokenizer.extra_ids or too_long:
             raise UserError(
                 f"{length} tokens need {num_inputs} inputs, {num_targets} targets and "
                 f"{spans} of {tokenizer.extra_ids} sentinels: raise "
-                f"--data.targets_length or --data.mean_span_length, or take prefix_lm."
+                f"--data.targets_length, mean_span_length or extra_ids, or use prefix_lm."
             )
         corrupted = corrupt_spans(tokens, tokenizer.first_sentinel, data_cfg, *seeds)
         for i, inputs, targets in zip(same_length, *corrupted):
@@ -211,6 +210,8 @@ class Tokenizer:
         return sha256(self.serialized).hexdigest()
 
     def save(self, run_dir) -> None:
+        for name in {"spiece.model", "tokenizer.json"} - {self.file_name}:
+            (configs.to_path(run_dir) / name).unlink(missing_ok=True)  # of a failed start
         if self.file_name:
             configs.write_file(configs.to_path(run_dir) / self.file_name, self.serialized)
 
@@ -304,7 +305,7 @@ class Task(NamedTuple):
 
     source: str = ""
     preprocess: Callable = lambda record: [record]  # returns a list of documents
-    metrics: tuple = ()  # names in evaluate.METRICS, or functions (targets, predictions)
+    metrics: list | tuple = ()  # names in evaluate.METRICS, or f(targets, predictions)
     choices: tuple = ()  # the words for the classes 0, 1, ...
     postprocess: str | Callable = ""  # "label", "answers" or f(text, example, is_target)
     splits: tuple = ("train", "validation", "test")
@@ -319,7 +320,7 @@ def read_documents(files: "list[File]", task: Task, start=(0, 0)) -> Iterator:
         try:
             for record in file.read():
                 if (f, number) > start:
-                    documents = task.preprocess(record)
+                    documents = list(task.preprocess(record))
                     texts = texts_of(documents, task)
                     # A lone surrogate, which JSON can hold, raises an error here.
                     "".join(x for x in texts if isinstance(x, str)).encode()
@@ -518,10 +519,10 @@ def print_statistics(rows: list[list[Example]], limits: tuple[int, int]) -> None
     lengths = np.array([[len(ids) for ids in example] for example in examples])
     at_limit = (lengths >= limits).any(axis=1).mean()
     inputs, targets = lengths.sum(axis=0) / limits / len(rows)
-    unknown = np.mean(np.concatenate([inputs for inputs, _ in examples]) == UNK)
+    a, b = (np.mean(np.concatenate(side) == UNK) for side in zip(*examples))
     print(f"data     {at_limit:.1%} of examples reach inputs_length or targets_length")
     print(f"data     rows are {inputs:.0%} (inputs), {targets:.0%} (targets) full")
-    print(f"data     {unknown:.2%} of the inputs are unknown to the vocabulary")
+    print(f"data     {a:.2%} of the inputs and {b:.2%} of the targets are unknown tokens")
 
 
 class Batches(Iterator):
@@ -533,11 +534,10 @@ class Batches(Iterator):
 
     def __init__(self, cfg: Config, tokenizer: Tokenizer, position: dict | None = None):
         self.cfg = cfg
-        self.rates = train_tasks(cfg)
+        self.rates = rates = train_tasks(cfg)
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
         self.pack = cfg.data.pack
-        start = {"used_rows": 0, "cursors": dict.fromkeys(self.rates, Cursor())}
-        position = position or start
+        position = position or {"used_rows": 0, "cursors": dict.fromkeys(rates, Cursor())}
         cursors = {name: Cursor(*c) for name, c in position["cursors"].items()}
         self.streams, files_found = {}, []
         reader, maker = ThreadPoolExecutor(1), ThreadPoolExecutor(1)
@@ -645,7 +645,7 @@ class File(NamedTuple):
 
 def read_lines(path: str) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, which may be compressed."""
-    if path.endswith(".zip"):  # fsspec would read the first of its files.
+    if re.search(r"\.(zip|tar(\.\w+)?|tgz)$", path):  # These hold several files.
         raise UserError(f"{path}: unpack it, or use .gz, .bz2, .xz or .zst.")
     with fsspec.open(path, compression="infer") as file:
         for number, line in enumerate(file, 1):

@@ -13,11 +13,13 @@ the outputs are written beside it, to files such as TASK-STEP.jsonl.
 
 import collections
 import csv
+import io
 import itertools
 import json
+import math
 import re
 import string
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -79,9 +81,15 @@ def unigram_loss(batches: list, tokenizer: data.Tokenizer) -> float:
 
 def loss_of_split(params, cfg: Config, name: str, split: str, tokenizer):
     """Compute the loss of all examples. Returns metrics, and no lines."""
+    shards = jax.sharding.get_mesh().shape[
+        "data"
+    ]  # Each gets as many rows as the others.
+    rows = math.ceil(cfg.train.batch_size / shards) * shards
+    cfg = replace(cfg, train=replace(cfg.train, batch_size=rows))
     batches = data.batches_of_split(name, split, cfg, tokenizer)
     if not batches:
-        raise UserError(f"The task {name} has no split {split}.")
+        source = data.find_task(name, cfg).source
+        raise UserError(f"The task {name} has no split {split} in {source}.")
     return evaluate_loss(params, cfg, batches, tokenizer), []
 
 
@@ -172,9 +180,9 @@ def read_examples(name: str, split: str, cfg: Config, tokenizer, limit: int | No
 
 
 def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
-    """Warn if 100 perfect answers, encoded and decoded, do not get the best metrics."""
+    """Warn if 1,000 perfect answers, encoded and decoded, do not get the best metrics."""
     task = data.find_task(name, cfg)
-    pairs, examples, targets = read_examples(name, split, cfg, tokenizer, 100)
+    pairs, examples, targets = read_examples(name, split, cfg, tokenizer, 1000)
     written = [tokenizer.decode(ids) for _, ids in examples]
     best, _ = compute_metrics(task, pairs, targets, targets)
     possible, _ = compute_metrics(task, pairs, targets, written)
@@ -444,10 +452,11 @@ def write_csv(path: str, table: dict) -> None:
     """Write a row for each step and a column for each metric of held-out examples."""
     names = sorted({name for row in table.values() for name in row if "_eval/" in name})
     rows = [{"step": step, **row} for step, row in table.items() if row.keys() & names]
-    with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, ["step", *names], extrasaction="ignore")
-        writer.writeheader()
-        writer.writerows(rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, ["step", *names], extrasaction="ignore")
+    writer.writeheader()
+    writer.writerows(rows)
+    configs.write_file(configs.to_path(path), text.getvalue())
 
 
 # ---- the command -----------------------------------------------------------------------
@@ -460,7 +469,7 @@ class Options(configs.Options):
     # empty means predict for tasks with metrics, and loss for all others
     mode: Literal["", "loss", "predict", "rank"] = ""
     step: str = "latest"  # a step, latest or all
-    output: str = ""  # folder of metrics and outputs; empty means RUN/eval
+    output: str = ""  # folder of metrics and outputs of this run; empty means RUN/eval
     normalize: bool = False  # whether to rank by the mean score of a choice's tokens
     csv: str = ""  # file for a table of all metrics of held-out examples
     plot: str = ""  # file for a plot of losses, accuracies, metrics, learning rate

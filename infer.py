@@ -513,7 +513,7 @@ def read_input(options: "Options", tokenizer) -> Iterator[Request]:
         name, split = re.fullmatch(r"(.+?)(?::(\w+))?", name).groups("validation")
         task, files = data.open_task(name, split, cfg)
         if not files or task.objective:
-            raise UserError(f"The task {name} has no split {split} of pairs.")
+            raise UserError(f"{task.source} has no split {split} of pairs ({name}).")
         lines = data.read_task(name, split, cfg)
     elif options.input:
         lines = data.read_jsonl(options.input)

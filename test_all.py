@@ -1349,8 +1349,9 @@ def test_compressed_and_remote_files_are_read(suffix):
         (opened,) = data.source_files(source, "validation", BYTES)
         assert list(opened.read()) == PAIR and opened.size > 0
         assert opened.name.startswith(f"{cache}memory://")
-    with pytest.raises(UserError, match="a.zip"):
-        next(data.read_lines("a.zip"))
+    for name in ("a.zip", "a.tar.gz"):
+        with pytest.raises(UserError, match=name):
+            next(data.read_lines(name))
 
 
 def test_parquet_rows_keep_their_types(tmp_path):
@@ -1635,18 +1636,18 @@ def test_a_vocabulary_is_trained_on_the_training_texts(tmp_path):
 def test_the_command_shows_rows_and_lists_tasks(mixture, byte_run, pretrained):
     shown = run(f"data --data.task a --init_from {byte_run}")
     assert re.search(r"^inputs\n(    \d+x.*\n)+targets\n", shown, re.MULTILINE)
-    assert "0.00% of the inputs are unknown" in shown
+    assert "0.00% of the inputs and 0.00% of the targets are unknown" in shown
     assert "training a vocabulary" not in run(f"data --run_dir {pretrained}")
     shown = run("data --data.task abc --list")
     assert "glue_rte_v002" in shown and re.search(r"^b +2 +jsonl:", shown, re.MULTILINE)
 
 
 def test_the_shares_that_are_printed_by_hand(capsys):
-    """Of two examples in a row of 8 + 4, one has 4 targets. Two of six inputs are unknown."""
-    pairs = [([2, 5, 1], [5, 6, 7, 1]), ([5, 2, 1], [])]
+    """Of two examples in a row of 8 + 4, one has 4 targets. 2 of 6 inputs are unknown."""
+    pairs = [([2, 5, 1], [5, 2, 7, 1]), ([5, 2, 1], [])]
     data.print_statistics([pairs], (8, 4))
     percents = re.findall(r"([\d.]+)%", capsys.readouterr().out)
-    assert percents == ["50.0", "75", "100", "33.33"]
+    assert percents == ["50.0", "75", "100", "33.33", "25.00"]
 
 
 # ---- partition -------------------------------------------------------------------------
@@ -2685,6 +2686,8 @@ def test_targets_that_cannot_be_written_are_reported(evaluated, capsys):
     assert [line["target"] for line in lines] == ["short", "longer one"]
     evaluated(check, rows[:1])
     assert not capsys.readouterr().err
+    evaluated(check, 200 * rows[:1] + rows[1:])
+    assert "99.5" in capsys.readouterr().err
     ids = [{"inputs": [5, 6], "targets": [118, 107, 1]}]
     _, (line,) = evaluated(evaluate.predict, ids, metrics=("bleu",))
     assert line["target"] == "sh" and type(line["prediction"]) is str
@@ -2738,9 +2741,11 @@ def test_choices_that_become_equal_ids_are_refused(evaluated):
 
 def test_the_loss_of_a_split_is_that_of_all_its_examples(evaluated, monkeypatch):
     rows = [{"inputs": str(n), "targets": "a"} for n in range(100)]
-    count = lambda *args: sum(len(batch.targets.nonzero()[0]) for batch in args[2])
+    partition.set_mesh(BYTES, jax.devices()[:3])  # They do not divide the 8 rows.
+    count = lambda *args: [(len(x.targets), np.count_nonzero(x.targets)) for x in args[2]]
     monkeypatch.setattr(evaluate, "evaluate_loss", count)
-    assert evaluated(evaluate.loss_of_split, rows) == (2 * len(rows), [])  # with EOS
+    rows_and_targets = [(9, 18)] * 11 + [(9, 2)]  # Each target has an EOS.
+    assert evaluated(evaluate.loss_of_split, rows) == (rows_and_targets, [])
 
 
 def test_the_first_example_of_a_batch_is_shown(monkeypatch):
@@ -3020,12 +3025,11 @@ def test_a_run_can_be_in_a_bucket(tmp_path, quiet, monkeypatch):
 
 def test_a_signal_saves_and_stops_after_the_current_step(tmp_path, quiet, monkeypatch):
     train_small(tmp_path / "straight")
-    monkeypatch.setattr(train, "catch_signals", lambda: (2, 3).__contains__)
+    monkeypatch.setattr(train, "catch_signals", lambda: (2, 3, 6).__contains__)
     for step in (2, 3):
         train_small(tmp_path / "stopped")
         assert partition.Checkpoints(tmp_path / "stopped").steps()[-1] == step
-        evaluated = any("_eval/" in x for x in metric_lines(tmp_path / "stopped"))
-        assert not evaluated
+        assert not any("_eval/" in x for x in metric_lines(tmp_path / "stopped"))
     train_small(tmp_path / "stopped")
     assert shard_bytes(tmp_path / "straight") == shard_bytes(tmp_path / "stopped")
     assert metric_lines(tmp_path / "straight") == metric_lines(tmp_path / "stopped")
@@ -3777,7 +3781,7 @@ def test_job_translation(pretrained, here):
     assert max(bleu.values()) > 90
     assert partition.Checkpoints("wmt").steps() == [*bleu] and len(bleu) == 3
     run(
-        "evaluate --run_dir wmt --step all --csv bleu.csv --plot bleu.png "
+        "evaluate --run_dir wmt --step all --csv a/bleu.csv --plot b/bleu.png "
         "--data.source tsv:{split}.tsv --output eval"
     )
     other = name.replace("/bleu", "-source=tsv:{split}.tsv/bleu")
@@ -3785,7 +3789,7 @@ def test_job_translation(pretrained, here):
     (path,) = Path("eval").glob("wmt_t2t_ende_v003-source-tsv*-01000150.jsonl")
     line = path.read_text().splitlines()[0]
     assert json.loads(line)["inputs"] == f"translate English to German: {pairs[0]['en']}"
-    assert Path("bleu.csv").exists() and Path("bleu.png").exists()
+    assert Path("a/bleu.csv").exists() and Path("b/bleu.png").exists()
 
 
 OWN = """
@@ -3805,7 +3809,7 @@ def wrong(targets, predictions):
     return {"wrong": 100 * sum(map(str.__ne__, targets, predictions)) / len(targets)}
 
 def yes(example):
-    return [{"inputs": example["a"], "targets": "yes", "answer_choices": ["no", "yes"]}]
+    yield {"inputs": example["a"], "targets": "yes", "answer_choices": ["no", "yes"]}
 
 VOCABULARY = Letters()
 TASKS = {
@@ -3926,6 +3930,7 @@ WRONG = [
     ("train --config tiny --run_dir hf", "convert.py"),
     ("train --config tiny --run_dir RUN/checkpoints/step_00000020", "is a checkpoint"),
     ("train --config empty.py", "empty.py.*CONFIG"),
+    ("train --config tiny --run_dir old", "old/eval"),
     ("data --run_dir nothing", "nothing"),
     ("data --run_dir RUN --config tiny", "--config"),
     ("evaluate --run_dir RUN --tasks nothing", "nothing"),
@@ -3956,6 +3961,7 @@ def test_a_wrong_command_names_what_is_wrong(
     Path("cut.txt.gz").write_bytes(gzip.compress(bytes(range(255)))[:99])
     Path("qa.tsv").write_text("question\tanswer\na\tb\n")
     Path("empty.py").touch()
+    configs.write_file(Path("old/eval/metrics.jsonl"), "")
     Path("hf").mkdir(exist_ok=True)
     Path("hf/config.json").write_text('{"model_type": "t5"}')
     with pytest.raises((SystemExit, Exception)) as error:

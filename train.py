@@ -273,7 +273,7 @@ def train_loop(
         if save_now:
             log.sync()
             checkpoints.save(state, step, batches.position)
-        if stop_now:  # without the evaluations of this step, which the restart makes
+        if stop_now and step < steps:  # A restart makes the evaluations of this step.
             break
         evaluated = evaluator.run_due(step, state.params)
         if log_now or save_now or evaluated:
@@ -613,10 +613,12 @@ def parse(argv: list[str] | None = None) -> Options:
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
     if partition.Checkpoints(run_dir).steps():
         return parse_resumed(run_dir, flags.config, argv)
-    if flags.run_dir and not flags.config:
-        raise UserError(f"{run_dir} has no checkpoint: a new run needs --config.")
     if configs.run_dir_of(run_dir) != configs.to_path(run_dir):
         raise UserError(f"{run_dir} is a checkpoint: name its run, or --init_from.")
+    if flags.run_dir and not flags.config:
+        raise UserError(f"{run_dir} has no checkpoint: a new run needs --config.")
+    if (configs.to_path(run_dir) / "eval/metrics.jsonl").exists():
+        raise UserError(f"{run_dir}/eval is of another run: delete {run_dir}.")
     if (configs.to_path(run_dir) / "config.json").exists():
         configs.load_run(run_dir)  # refuses a folder of Hugging Face
     return parse_new(run_dir, flags.config or "tiny", flags.init_from, argv)

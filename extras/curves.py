@@ -1,6 +1,7 @@
 """Draw the curves of a run: `python evaluate.py --run_dir RUN --plot FILE`."""
 
 import re
+from pathlib import Path
 
 from matplotlib.figure import Figure
 
@@ -25,4 +26,5 @@ def write_plot(path: str, table: dict) -> None:
             axis.plot(*zip(*points), ".-", label=name)
         axis.legend(fontsize="small")
     axis.set_xlabel("training step")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)

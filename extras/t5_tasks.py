@@ -489,7 +489,13 @@ def p3_task(name: str, cfg: Config) -> Task:
     sources = p3_sources(cfg.data.source)
     if name not in sources:
         raise UserError(f"There is no task {name}. See `python data.py --list`.")
-    return Task(sources[name], eos_in_inputs=False)
+    return Task(sources[name], p3_texts, eos_in_inputs=False)
+
+
+def p3_texts(record: dict) -> list[dict]:
+    """Take the texts, if there are any: the ids may be of another vocabulary."""
+    texts = {x: record.get(f"{x}_pretokenized", record[x]) for x in ("inputs", "targets")}
+    return [record | texts]
 
 
 def t0_mixture(sizes: dict[str, int], cfg: Config) -> dict[str, int]:

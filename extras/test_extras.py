@@ -39,7 +39,7 @@ from test_all import (  # noqa: F401 (fixtures)
     BYTES, FINETUNE, HERE, PERIODS, SMALL, TOKENIZER, assert_close, assert_equal,
     assert_learns, change, command, compiled, here, hf_state, loss_and_gradients,
     make_attention, make_batch, make_params, one_device, ones, params_of, place, pretrained,
-    run, sentences, start, values_of, write_jsonl, write_model,
+    run, sentences, start, tables, values_of, write_jsonl, write_model,
 )  # fmt: skip
 
 # ---- attention_kernel, chunked_loss ----------------------------------------------------
@@ -722,6 +722,26 @@ def test_pretokenized_files_give_the_same_batches_as_their_texts(tmp_path, task)
     batches = [data.Batches(c, tokenizer) for c in (cfg, ids)]
     for _ in range(5):
         assert_equal(*map(next, batches))
+    with pytest.raises(UserError, match="no split"):  # It would be the training data.
+        pretokenize.tokenize_shard(replace(options, split="validation"))
+
+
+def test_pretokenized_files_are_complete_and_have_their_vocabulary(tmp_path, tables):
+    def tokenize(name, end="", **changes):
+        text = '{"text": "alpha beta"}\n' * 1001 + end
+        (tmp_path / name).write_text(text)
+        cfg = change(BYTES, data=dict(source=f"jsonl:{tmp_path}/{name}", **changes))
+        options = pretokenize.Options(cfg, output=str(tmp_path / f"ids of {name}"))
+        pretokenize.tokenize_shard(options)
+
+    tokenize("a", task="span_corruption", vocab="train:30")
+    assert (tmp_path / "ids of a/spiece.model").exists()
+    configs.TASKS["none"] = data.Task(preprocess=lambda record: [])
+    tokenize("b", task="none")
+    with pytest.raises(UserError, match="c:1002"):
+        tokenize("c", "no JSON", task="span_corruption")
+    files = sorted(path.parent.name for path in tmp_path.glob("*/*.parquet"))
+    assert files == ["ids of a", "ids of b"]
 
 
 # ---- plan: the cost of a step on other devices -----------------------------------------
@@ -851,7 +871,7 @@ def test_bytes_have_the_ids_of_byt5(extra_ids, text, ids):
     assert tokenizer.decode([68, 198]) == "A"  # half of a character
 
 
-def test_a_tokenizer_json_is_read_by_its_own_library(tmp_path):
+def test_a_tokenizer_json_is_read_by_its_own_library(tmp_path, capsys):
     tokenizers = pytest.importorskip("tokenizers")
     words = ["<pad>", "</s>", "<unk>", "▁a", "▁b", "<extra_id_1>", "<extra_id_0>"]
     library = tokenizers.Tokenizer(
@@ -868,9 +888,12 @@ def test_a_tokenizer_json_is_read_by_its_own_library(tmp_path):
     (ids,) = tokenizer.encode(["a b<extra_id_0> a"])
     assert ids.tolist() == [3, 4, 6, 3]
     assert tokenizer.decode([3, 4, 6, 1, 3]) == "a b<extra_id_0>"
+    configs.write_file(tmp_path / "run/spiece.model", "from a start that failed")
     tokenizer.save(tmp_path / "run")
     configs.save_run(BYTES, tmp_path / "run")
     assert data.load_tokenizer(BYTES, tmp_path / "run").sha256 == tokenizer.sha256
+    convert.write_hf_vocabulary(tokenizer, tmp_path, 7)
+    assert "append" in capsys.readouterr().out  # The file has no post_processor.
 
 
 class Letters:
@@ -888,9 +911,10 @@ def test_a_recipe_may_bring_its_own_vocabulary(monkeypatch):
     tokenizer = data.load_tokenizer(BYTES)
     assert tokenizer.encode(["ab<extra_id_1>c"])[0].tolist() == [3, 4, 104, 5]
     assert tokenizer.decode([3, 4, 105, 999, 5, 1, 3]) == "ab<extra_id_0>c"
-    monkeypatch.setattr(Letters, "encode", lambda self, text: [1])
-    with pytest.raises(UserError, match="VOCABULARY.encode"):
-        tokenizer.encode(["a"])
+    for wrong in (1, 6):  # EOS, and the last sentinel
+        monkeypatch.setattr(Letters, "encode", lambda self, text: [wrong])
+        with pytest.raises(UserError, match="VOCABULARY.encode"):
+            tokenizer.encode(["a"])
 
 
 # ---- t5x_checkpoints -------------------------------------------------------------------
@@ -1247,6 +1271,8 @@ def test_job_t0(pretrained, here):
         for j in (0, 1)
     ]
     write_seqio_cache(here / "super_glue_copa_a_score_eval", "validation", rows)
+    (read,) = t5_tasks.p3_texts(rows[0])  # as from the copy on the Hub
+    assert read["targets"] == rows[0]["targets_pretokenized"]
     run(
         f"train --config small_t0 --init_from lm --run_dir run {FINETUNE} "
         f"--data.source seqio:{here} --train.microbatches 1 --train.steps 1100100"

@@ -62,9 +62,12 @@ class OwnTokenizer(data.Tokenizer):
             if number < self.extra_ids:
                 ids.append(self.first_sentinel - number)
             else:
-                ids.extend(map(index, self.vocabulary.encode(part)))  # no decimals
-        if ids and not data.UNK <= min(ids) <= max(ids) < self.size:
-            raise UserError(f"VOCABULARY.encode({text!r:.80}) gives the ids {ids}.")
+                own = list(map(index, self.vocabulary.encode(part)))  # no decimals
+                if own and not data.UNK <= min(own) <= max(own) < self.vocabulary.size:
+                    raise UserError(
+                        f"VOCABULARY.encode({part!r:.80}) gives the ids {own}."
+                    )
+                ids += own
         return ids
 
     def decode_ids(self, ids):

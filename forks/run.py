@@ -2,7 +2,6 @@
 
     python forks/run.py                           unchanged code, and then all forks
     python forks/run.py rotary alibi --seeds 0    two forks with one seed
-    python forks/run.py --keep runs/forks         keep the runs: the same command continues
 
 The loss is in nats per target token. Seeds change weights, order and removed spans.
 """
@@ -26,8 +25,10 @@ NOT_COMPARABLE = "bart", "lora"
 
 def clone(name: str, folder: Path) -> Path:
     """Copy the scripts, and apply the patch of a fork."""
-    unneeded = shutil.ignore_patterns(".*", "runs", "__pycache__", "test_all.py")
-    tree = shutil.copytree(ROOT, folder / name, ignore=unneeded)
+    tree = folder / name
+    shutil.copytree(ROOT / "extras", tree / "extras")
+    for script in ROOT.glob("*.py"):
+        shutil.copy(script, tree)
     if name != "unchanged":
         patch = ROOT / "forks" / f"{name}.patch"
         subprocess.run(["git", "apply", patch], cwd=tree, check=True)
@@ -35,16 +36,15 @@ def clone(name: str, folder: Path) -> Path:
 
 
 def held_out_loss(tree: Path, run: Path, steps: int, seed: int, *other_flags) -> float:
-    """Train the clone, or only read the metrics if its run has ended."""
+    """Train the clone, and return the last held-out loss."""
+    flags = {"steps": steps, "eval_every": steps, "save_every": 0, "seed": seed}
+    flags["microbatches"] = 1
+    command = [sys.executable, "train.py", "--config", "tiny", "--run_dir", str(run)]
+    for name, value in flags.items():
+        command += [f"--train.{name}", str(value)]
+    command += other_flags
+    subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, check=True)
     metrics = run / "metrics.jsonl"
-    if not metrics.exists() or LOSS not in metrics.read_text():
-        flags = {"steps": steps, "eval_every": steps, "save_every": 0, "seed": seed}
-        flags["microbatches"] = 1
-        command = [sys.executable, "train.py", "--config", "tiny", "--run_dir", str(run)]
-        for name, value in flags.items():
-            command += [f"--train.{name}", str(value)]
-        command += other_flags
-        subprocess.run(command, cwd=tree, stdout=subprocess.DEVNULL, check=True)
     lines = map(json.loads, metrics.read_text().splitlines())
     return next(line[LOSS] for line in lines if LOSS in line)
 
@@ -56,7 +56,6 @@ def main() -> None:
     parser.add_argument("names", nargs="*", metavar="NAME", help="all forks by default")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--keep", type=Path, help="a folder for the runs")
     args = parser.parse_args()
     print("| fork | held-out loss | lowest to highest | minus unchanged |")
     print("|---|---|---|---|")
@@ -64,11 +63,10 @@ def main() -> None:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/compiled")
         # git then takes no clone for a part of a repository around it.
         os.environ["GIT_CEILING_DIRECTORIES"] = folder
-        runs = (args.keep or Path(folder)).resolve()
         for name in ["unchanged", *(args.names or FORKS)]:
             tree, losses = clone(name, Path(folder)), []
             for seed in args.seeds:
-                run = runs / f"{name}_{args.steps}_{seed}"
+                run = Path(folder, "runs", f"{name}_{seed}")
                 losses.append(held_out_loss(tree, run, args.steps, seed))
             if name == "unchanged":
                 unchanged = mean(losses)
