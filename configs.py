@@ -212,7 +212,7 @@ CHANGEABLE = (
 ).split()
 # A run that starts from another one has its network, except for these fields.
 NOT_INHERITED = "dropout", "dtype", "remat", "attention_impl", "loss_impl"
-# evaluate.py adds changed settings to the name of a metric, except for these.
+# evaluate.py adds changed settings to the name of a metric, except for these and devices.
 NOT_IN_METRIC_NAMES = "batch_size", "eval_tasks", "tfds_dir"
 
 # ---- recipes ---------------------------------------------------------------------------

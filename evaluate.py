@@ -81,9 +81,8 @@ def unigram_loss(batches: list, tokenizer: data.Tokenizer) -> float:
 
 def loss_of_split(params, cfg: Config, name: str, split: str, tokenizer):
     """Compute the loss of all examples. Returns metrics, and no lines."""
-    shards = jax.sharding.get_mesh().shape[
-        "data"
-    ]  # Each gets as many rows as the others.
+    # Each device gets equally many rows.
+    shards = jax.sharding.get_mesh().shape["data"]
     rows = math.ceil(cfg.train.batch_size / shards) * shards
     cfg = replace(cfg, train=replace(cfg.train, batch_size=rows))
     batches = data.batches_of_split(name, split, cfg, tokenizer)

@@ -1,8 +1,8 @@
-"""Test plain T5: the lessons, after a few helpers, and then all else, file by file.
+"""Test plain T5: the lessons, among a few helpers, and then all else, file by file.
 
-A lesson is a short test that explains one idea, and checks it against a slow version, or
-another way to compute the same, or a result by hand. The other tests compare plain T5 with recorded results of
-T5X and t5 and with Hugging Face models, check properties, run whole jobs, and kill them.
+A lesson is a short test that explains one idea, and checks it by a slow version, another
+way, or by hand. The other tests compare plain T5 with recorded results of T5X and t5 and
+with Hugging Face models, check properties, run whole jobs, and kill them.
 
     pytest -k lesson          the lessons: read them beside the code
     pytest                    all tests but the slow ones

@@ -137,8 +137,8 @@ def adamw(rate: Array, train_cfg: TrainConfig) -> optax.GradientTransformation:
 
 
 # --train.optimizer chooses one of these. To add any other optimizer of optax, add it here
-# and to the names in configs.TrainConfig. The first axis of the weights is that of the
-# layers, which an optimizer for matrices must treat apart, as in forks/muon.patch.
+# and to the names in configs.TrainConfig. The weights of layers have a first axis that
+# counts the layers. An optimizer for matrices treats it apart, as in forks/muon.patch.
 OPTIMIZERS = {"adafactor": adafactor, "adamw": adamw}
 
 
