@@ -772,7 +772,7 @@ def mixture_rates(name: str, cfg: Config) -> dict[str, float]:
         inner = mixture_rates(member, cfg)
         for task, share in inner.items():
             rates[task] += rate * share / sum(inner.values())
-    if min(rates.values()) < 0 or not 0 < sum(rates.values()) < np.inf:
+    if min(rates.values(), default=-1) < 0 or not 0 < sum(rates.values()) < np.inf:
         raise UserError(f"The rates of the mixture {name} are not valid: {dict(rates)}.")
     return rates
 

@@ -512,14 +512,15 @@ def chosen_tasks(options: Options, run_cfg: Config) -> list[str]:
     names = data.eval_tasks(cfg, options.tasks)
     new, old = cfg.data, run_cfg.data
     is_other = (new.task, new.source) != (old.task, old.source)
-    if is_other and names != [new.task]:
+    are_of_p3 = all(x not in configs.TASKS and ":" not in x for x in names)
+    if is_other and names != [new.task] and not are_of_p3:
         raise UserError(
             f"Another --data.task or source needs one task, as in --tasks qa --data.task "
             f"qa. --tasks means {names}, and --data.task is {cfg.data.task}."
         )
-    if options.tasks or len(names) == 1:
+    if len(names) == 1 or names == [x.strip() for x in options.tasks.split(",")]:
         return names
-    # As in training, leave out tasks without examples.
+    # As in training, leave out tasks of mixtures that have no examples.
     empty = [x for x in names if next(data.read_task(x, split, cfg), None) is None]
     if empty:
         print(f"not evaluated, without examples of the split {split}: {empty}")

@@ -511,6 +511,10 @@ def read_input(options: "Options", tokenizer) -> Iterator[Request]:
     if kind == "task":
         # NAME or NAME:SPLIT, and a name can have a colon, too, as in jsonl:a.jsonl
         name, split = re.fullmatch(r"(.+?)(?::(\w+))?", name).groups("validation")
+        run_cfg, _ = configs.load_run(options.run_dir)
+        is_other = cfg.data.source != run_cfg.data.source
+        if is_other and name != cfg.data.task and name in configs.TASKS:
+            raise UserError(f"--data.source is that of --data.task: set it to {name}.")
         task, files = data.open_task(name, split, cfg)
         if not files or task.objective:
             raise UserError(f"{task.source} has no split {split} of pairs ({name}).")
@@ -543,8 +547,12 @@ def result_fields(line: dict, result, cfg: Config, tokenizer, mode: str) -> dict
 
 
 def to_json(line: dict) -> bytes:
-    """Return a line of a JSONL file. It may hold NumPy arrays and lone surrogates."""
-    text = json.dumps(line, ensure_ascii=False, default=lambda array: array.tolist())
+    """Return a line of a JSONL file. It may hold lone surrogates."""
+
+    def convert(value):  # a NumPy array, or a date of Parquet, say
+        return value.tolist() if hasattr(value, "tolist") else str(value)
+
+    text = json.dumps(line, ensure_ascii=False, default=convert)
     return text.encode(errors="backslashreplace") + b"\n"
 
 

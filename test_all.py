@@ -1359,6 +1359,8 @@ def test_parquet_rows_keep_their_types(tmp_path):
     import pyarrow.parquet
 
     rows = [{"inputs": f"{n}", "ids": [n, 1], "x": {"de": "a"}} for n in range(3000)]
+    line = {"day": np.datetime64("2020-01-02")}
+    assert infer.to_json(line) == b'{"day": "2020-01-02"}\n'
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a")
     (opened,) = data.source_files(f"parquet:{tmp_path}/a", "test", BYTES)
     assert list(opened.read()) == rows
@@ -2744,8 +2746,8 @@ def test_the_loss_of_a_split_is_that_of_all_its_examples(evaluated, monkeypatch)
     partition.set_mesh(BYTES, jax.devices()[:3])  # They do not divide the 8 rows.
     count = lambda *args: [(len(x.targets), np.count_nonzero(x.targets)) for x in args[2]]
     monkeypatch.setattr(evaluate, "evaluate_loss", count)
-    rows_and_targets = [(9, 18)] * 11 + [(9, 2)]  # Each target has an EOS.
-    assert evaluated(evaluate.loss_of_split, rows) == (rows_and_targets, [])
+    counts = [(9, 18)] * 11 + [(9, 2)]  # Each target has an EOS.
+    assert evaluated(evaluate.loss_of_split, rows) == (counts, [])
 
 
 def test_the_first_example_of_a_batch_is_shown(monkeypatch):
@@ -3449,17 +3451,14 @@ WRONG_FIELDS = [
     ("pad_token_id", 1),
     ("decoder_start_token_id", 250),
 ]
+ADDED = {"added_tokens_decoder": {"9": {"content": "<hl>"}}}
 WRONG_FILES = [
     ("modules.json", [], "modules.json"),  # of sentence-transformers
     ("sentence_bert_config.json", [], "sentence_bert"),
     ("adapter_config.json", {}, "adapter_config.json"),  # of LoRA
     ("generation_config.json", {"eos_token_id": [1, 7]}, "eos_token_id"),
     ("added_tokens.json", {"<hl>": 160}, "<hl>"),
-    (
-        "tokenizer_config.json",
-        {"added_tokens_decoder": {"9": {"content": "<hl>"}}},
-        "<hl>",
-    ),
+    ("tokenizer_config.json", ADDED, "<hl>"),
 ]
 REFUSED = [
     *((arrays, {}, {}, named) for arrays, named in WRONG_ARRAYS),
@@ -3943,6 +3942,7 @@ WRONG = [
     ("infer --run_dir RUN --shard 1/2 text", "--output"),
     ("infer --run_dir RUN --input task:span_corruption --output out", "of pairs"),
     ("infer --run_dir RUN --input task:by_rule_even:dev --output out", "split dev"),
+    ("infer --run_dir RUN --input task:prefix_lm --output o --data.source x:", "set it"),
     ("infer --run_dir RUN --input cut.jsonl --output out", "cut.jsonl:2"),
     ("infer --run_dir RUN --input texts.jsonl --output out", "inputs"),
     ("infer --run_dir RUN --input pairs.jsonl --output cut.jsonl", "cut.jsonl"),

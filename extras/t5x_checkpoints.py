@@ -6,6 +6,7 @@ of all layers, and for each of them the averages ("slots") of Adafactor. What th
 not show, such as the activation, Gin files state.
 """
 
+import json
 import re
 from collections.abc import Iterable
 from dataclasses import replace
@@ -229,3 +230,6 @@ def write(run, names: Iterable[tuple], folder: Path, dtype: np.dtype) -> None:
     (folder / "config.gin").write_text(gin)
     if run.tokenizer:
         run.tokenizer.save(folder)
+        # for convert.py: T5X has no place for it
+        sentinels = json.dumps({"extra_ids": run.cfg.data.extra_ids})
+        (folder / "tokenizer_config.json").write_text(sentinels)

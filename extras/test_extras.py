@@ -38,8 +38,8 @@ from extras import (
 from test_all import (  # noqa: F401 (fixtures)
     BYTES, FINETUNE, HERE, PERIODS, SMALL, TOKENIZER, assert_close, assert_equal,
     assert_learns, change, command, compiled, here, hf_state, loss_and_gradients,
-    make_attention, make_batch, make_params, one_device, ones, params_of, place, pretrained,
-    run, sentences, start, tables, values_of, write_jsonl, write_model,
+    make_attention, make_batch, make_params, one_device, ones, params_of, pieces, place,
+    pretrained, run, sentences, set_pieces, start, tables, values_of, write_jsonl, write_model,
 )  # fmt: skip
 
 # ---- attention_kernel, chunked_loss ----------------------------------------------------
@@ -1066,15 +1066,17 @@ def test_checkpoints_that_t5x_wrote_and_back(kind, tmp_path):
             np.testing.assert_array_equal(back[name], wanted[name], err_msg=name)
 
 
-def test_t5x_keeps_what_its_weights_do_not_show(tmp_path):
+def test_t5x_keeps_what_its_weights_do_not_show(tmp_path, pieces):
     m = replace(
         SMALL.model, dtype="auto", activation="gated_silu", relative_max_distance=40,
         dropout=0.05, tied=True,
     )  # fmt: skip
     source = write_model(tmp_path / "hf", m, hf_state(m))
+    set_pieces(source, pieces, extra_ids=20)
     convert.convert(source, tmp_path / "t5x", to="t5x")
     assert "network.T5Config.emb_dim = 40\n" in (tmp_path / "t5x/config.gin").read_text()
-    assert convert.read_model(tmp_path / "t5x").cfg.model == m
+    read = convert.read_model(tmp_path / "t5x")
+    assert read.cfg.model == m and read.tokenizer.extra_ids == 20
 
 
 @pytest.mark.parametrize(
@@ -1281,6 +1283,10 @@ def test_job_t0(pretrained, here):
     run("evaluate --run_dir run --output eval --mode rank --tasks t0_eval_score_eval")
     name = "predict_eval/super_glue_copa_a_score_eval-rank/accuracy"
     assert values_of("eval", name) == {1_100_100: 100.0}
+    # Tasks of P3 need no --data.task, and those of a mixture without the split are left out.
+    flags = f"--data.source seqio:{here} --tasks t0_eval_score_eval,imdb_good"
+    run(f"evaluate --run_dir lm --mode rank {flags} --output eval2")
+    assert len(evaluate.read_log(Path("eval2/metrics.jsonl"))) == 1
 
 
 def test_scan_is_read_as_its_authors_publish_it(here):
