@@ -210,8 +210,6 @@ class Tokenizer:
         return sha256(self.serialized).hexdigest()
 
     def save(self, run_dir) -> None:
-        for name in {"spiece.model", "tokenizer.json"} - {self.file_name}:
-            (configs.to_path(run_dir) / name).unlink(missing_ok=True)  # of a failed start
         if self.file_name:
             configs.write_file(configs.to_path(run_dir) / self.file_name, self.serialized)
 
@@ -240,9 +238,11 @@ def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
     vocab, metadata = cfg.data.vocab, {}
     if run:
         _, metadata = configs.load_run(run)
-        for name in ("spiece.model", "tokenizer.json"):
-            if (path := configs.run_dir_of(run) / name).exists():
-                vocab = str(path)
+        # A start that failed may have left the file of another kind.
+        name = "tokenizer.json" if vocab.endswith(".json") else "spiece.model"
+        path = configs.run_dir_of(run) / name
+        if vocab not in ("bytes", "numbers") and path.exists():
+            vocab = str(path)
     extra_ids = cfg.data.extra_ids
     kind, _, size = vocab.partition(":")
     if configs.VOCABULARY:

@@ -881,17 +881,17 @@ def test_a_tokenizer_json_is_read_by_its_own_library(tmp_path, capsys):
     library.decoder = tokenizers.decoders.Metaspace()
     library.add_special_tokens(["<extra_id_0>", "<extra_id_1>"])
     library.save(str(tmp_path / "tokenizer.json"))
-    tokenizer = data.load_tokenizer(
-        change(BYTES, data=dict(vocab=f"{tmp_path}/tokenizer.json"))
-    )
+    cfg = change(BYTES, data=dict(vocab=f"{tmp_path}/tokenizer.json"))
+    tokenizer = data.load_tokenizer(cfg)
     assert (tokenizer.size, tokenizer.first_sentinel, tokenizer.extra_ids) == (7, 6, 2)
     (ids,) = tokenizer.encode(["a b<extra_id_0> a"])
     assert ids.tolist() == [3, 4, 6, 3]
     assert tokenizer.decode([3, 4, 6, 1, 3]) == "a b<extra_id_0>"
-    configs.write_file(tmp_path / "run/spiece.model", "from a start that failed")
     tokenizer.save(tmp_path / "run")
-    configs.save_run(BYTES, tmp_path / "run")
-    assert data.load_tokenizer(BYTES, tmp_path / "run").sha256 == tokenizer.sha256
+    configs.save_run(cfg, tmp_path / "run")
+    assert data.load_tokenizer(cfg, tmp_path / "run").sha256 == tokenizer.sha256
+    # A run of bytes does not read a file that a failed start left.
+    assert data.load_tokenizer(BYTES, tmp_path / "run").file_name == ""
     convert.write_hf_vocabulary(tokenizer, tmp_path, 7)
     assert "append" in capsys.readouterr().out  # The file has no post_processor.
 
