@@ -248,10 +248,10 @@ def dot_product_attention(
 
     The scores are not divided by sqrt(C): param_table scales the query weights instead.
     q [B, H, Q, C], k and v [B, H, K, C], mask [B, 1, Q, K], bias [H, Q, K] or
-    [B, H, Q, K] or None.
+    [B, H, Q, K] or None. impl: as model_cfg.attention_impl.
     """
     if impl == "kernel":
-        # It knows only the equation below: to change this, delete the `if` as well.
+        # A kernel knows only the equation below: to change it, delete this `if` as well.
         from extras import attention_kernel
 
         if attention_kernel.fits(q, k):

@@ -618,7 +618,7 @@ def parse(argv: list[str] | None = None) -> Options:
     if flags.run_dir and not flags.config:
         raise UserError(f"{run_dir} has no checkpoint: a new run needs --config.")
     if (configs.to_path(run_dir) / "eval/metrics.jsonl").exists():
-        raise UserError(f"{run_dir}/eval is of another run: delete {run_dir}.")
+        raise UserError(f"{run_dir}/eval is of an earlier run: name another --run_dir.")
     if (configs.to_path(run_dir) / "config.json").exists():
         configs.load_run(run_dir)  # refuses a folder of Hugging Face
     return parse_new(run_dir, flags.config or "tiny", flags.init_from, argv)
