@@ -14,6 +14,7 @@ import json
 import math
 import os
 import sys
+import types
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Iterable, Literal
@@ -291,7 +292,7 @@ VOCABULARY = None  # a tokenizer that replaces --data.vocab
 def load_extras() -> None:
     """Import the files that add to RECIPES and to these tables."""
     if HAS_EXTRAS:
-        from extras import t5_tasks, toys  # noqa: F401
+        from extras import libraries, t5_tasks, toys  # noqa: F401
 
 
 def load_recipe(name: str) -> Config:
@@ -306,14 +307,15 @@ def load_recipe(name: str) -> Config:
             raise UserError(f"There is no recipe {name}. There are {', '.join(RECIPES)}.")
         return RECIPES[name]
     sys.path.insert(0, str(Path(name).resolve().parent))  # It may import its neighbors.
-    namespace = {"__name__": "recipe", "__file__": name}
-    exec(compile(to_path(name).read_text(), name, "exec"), namespace)
-    TASKS.update(namespace.get("TASKS", {}))
-    MIXTURES.update(namespace.get("MIXTURES", {}))
-    VOCABULARY = namespace.get("VOCABULARY", VOCABULARY)
-    if "CONFIG" not in namespace:
+    recipe = sys.modules["recipe"] = types.ModuleType("recipe")
+    recipe.__file__ = name
+    exec(compile(to_path(name).read_bytes(), name, "exec"), vars(recipe))
+    TASKS.update(getattr(recipe, "TASKS", {}))
+    MIXTURES.update(getattr(recipe, "MIXTURES", {}))
+    VOCABULARY = getattr(recipe, "VOCABULARY", VOCABULARY)
+    if not hasattr(recipe, "CONFIG"):
         raise UserError(f"{name} defines no CONFIG.")
-    return namespace["CONFIG"]
+    return recipe.CONFIG
 
 
 # ---- the command line ------------------------------------------------------------------
@@ -439,6 +441,17 @@ def load_run_and_tasks(run_dir: str, recipe: str = "") -> tuple[Config, dict]:
     for file in files:
         load_recipe(file)
     return load_run(run_dir)
+
+
+def refuse_unused_source(names: list[str], cfg: Config, run_cfg: Config) -> None:
+    """Stop if flags change the task or the source of a run, but other tasks are named."""
+    new, old = cfg.data, run_cfg.data
+    is_changed = (new.task, new.source) != (old.task, old.source)
+    are_of_p3 = all(x not in TASKS and ":" not in x for x in names)
+    if is_changed and names != [new.task] and not are_of_p3:
+        raise UserError(
+            f"Another --data.source needs one task, that of --data.task, and not {names}."
+        )
 
 
 def save_run(cfg: Config, run_dir: str, **metadata) -> None:

@@ -292,9 +292,14 @@ def keep_one_embedding(arrays: dict, folder: Path) -> None:
 def set_output_layer(arrays: dict, config: dict, folder: Path) -> None:
     """Remove lm_head.weight if the model is tied, and else give it plain T5's scale.
 
+    lm_head.weight        logits scaled    plain T5
+    missing, or equal     yes              tied: it scales the logits, too
+    missing, or equal     no               unembed = the embedding
+    another               yes              unembed = lm_head.weight * d_model^-0.5
+    another               no               unembed = lm_head.weight
+
     transformers multiplies the logits by d_model^-0.5 if scale_decoder_outputs, or, where
-    that is not stated, tie_word_embeddings (by default true), but never in mT5. Plain T5
-    scales those of a tied model. So a scaled lm_head.weight gets the factor itself.
+    that is not stated, tie_word_embeddings (by default true), but never in mT5.
     """
     embed, head = arrays["shared.weight"], arrays.pop("lm_head.weight", None)
     is_mt5 = config.get("model_type") == "mt5"
@@ -387,15 +392,17 @@ def find_vocabulary(folders: list[Path], vocab_size: int) -> tuple[str, int]:
             f"{folders[0]} adds {', '.join(sorted(own)):.200} to its vocabulary. Add a "
             f"tokenizer.json: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)."
         )
-    if not file:
-        is_byt5 = "ByT5" in str(config.get("tokenizer_class")) or vocab_size == 384
-        return ("bytes", 0) if is_byt5 else ("", 100)
-    # T5 adds sentinels to the pieces of its file. mT5's file contains them already.
+    is_byt5 = "ByT5" in str(config.get("tokenizer_class")) or vocab_size == 384
+    if not file and is_byt5:
+        # transformers counts sentinels that ByT5 was not trained with.
+        extra_ids = 0 if "tokenizer_class" in config else config.get("extra_ids", 0)
+        return "bytes", extra_ids
     extra_ids = config.get("extra_ids", 100)
-    if file.suffix == ".model":
+    # T5 adds sentinels to the pieces of its file. mT5's file contains them already.
+    if file and file.suffix == ".model":
         pieces = sentencepiece.SentencePieceProcessor(str(file)).get_piece_size()
         extra_ids = extra_ids if pieces + extra_ids <= vocab_size else 0
-    return str(file), extra_ids
+    return str(file or ""), extra_ids
 
 
 def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int) -> None:
@@ -572,7 +579,7 @@ def convert(
         dtype: The type of the weights in dst.
         step: The checkpoint of a run: latest or a number.
     """
-    source, destination = configs.to_path(src), Path(dst)
+    source, destination = configs.to_path(src), Path(dst).resolve()
     np_dtype = jnp.dtype(dtype)
     if to == "plain" and is_run(source):
         raise UserError(f"{src} is a run already: add --to hf or --to t5x.")

@@ -235,7 +235,7 @@ class Tokenizer:
 
 def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
     """Load the recipe's VOCABULARY, the vocabulary of a run, or --data.vocab."""
-    vocab, metadata = cfg.data.vocab, {}
+    vocab, extra_ids, metadata = cfg.data.vocab, cfg.data.extra_ids, {}
     if run:
         _, metadata = configs.load_run(run)
         # A start that failed may have left the file of another kind.
@@ -243,16 +243,15 @@ def load_tokenizer(cfg: Config, run: str = "") -> Tokenizer:
         path = configs.run_dir_of(run) / name
         if vocab not in ("bytes", "numbers") and path.exists():
             vocab = str(path)
-    extra_ids = cfg.data.extra_ids
-    kind, _, size = vocab.partition(":")
     if configs.VOCABULARY:
         from extras import vocabularies
 
         tokenizer = vocabularies.OwnTokenizer(configs.VOCABULARY, extra_ids)
     elif not vocab:
         raise UserError(f"Copy the model's spiece.model into {configs.run_dir_of(run)}.")
-    elif kind == "train":
-        tokenizer = Tokenizer(train_vocabulary(cfg, int(size)), extra_ids)
+    elif vocab.startswith("train:"):
+        size = int(vocab.removeprefix("train:"))
+        tokenizer = Tokenizer(train_vocabulary(cfg, size), extra_ids)
     elif vocab.endswith(".model"):
         with fsspec.open(vocab) as file:
             tokenizer = Tokenizer(file.read(), extra_ids)
@@ -537,6 +536,7 @@ class Batches(Iterator):
         self.rates = rates = train_tasks(cfg)
         self.limits = cfg.data.inputs_length, cfg.data.targets_length
         self.pack = cfg.data.pack
+        # A position is where the next pack begins, and how many of its rows are used.
         position = position or {"used_rows": 0, "cursors": dict.fromkeys(rates, Cursor())}
         cursors = {name: Cursor(*c) for name, c in position["cursors"].items()}
         self.streams, files_found = {}, []
@@ -555,7 +555,8 @@ class Batches(Iterator):
         self.batches = prefetch(self.make_batches(cursors), maker, ahead=16)
 
     def __next__(self) -> Batch:
-        batch, self.position = next(self.batches)
+        batch, position = next(self.batches)
+        self.position = self.position | position
         return batch
 
     def choose_examples(self, cursors: dict) -> tuple[list[Example], dict]:
@@ -595,14 +596,13 @@ class Batches(Iterator):
 
     def make_batches(self, cursors: dict) -> Iterator:
         """Yield (batch, position). A restart packs the same rows and skips used ones."""
-        rows, start = [], self.position
-        used_rows = start["used_rows"]
+        rows, used_rows = [], self.position["used_rows"]
         while True:
             packed, next_cursors = self.pack_rows(cursors)
             for number, row in enumerate(packed[used_rows:], used_rows + 1):
                 rows.append(row)
                 if len(rows) == self.cfg.train.batch_size:
-                    position = {**start, "used_rows": number, "cursors": cursors}
+                    position = {"used_rows": number, "cursors": cursors}
                     yield fill_rows(rows, self.limits), position
                     rows = []
             cursors, used_rows = next_cursors, 0
@@ -628,7 +628,6 @@ def batches_of_split(
 
 
 def encode_pairs(pairs: list[dict], task: Task, tokenizer, cfg) -> list[Example]:
-    task = task._replace(objective=None)  # The texts are pairs already.
     return make_examples(tokenize(pairs, task, tokenizer), task, tokenizer, cfg)
 
 
@@ -704,26 +703,26 @@ def read_python():
     return [{"text": text} for text in texts if text]
 
 
+def open_python(name: str, split: str, cfg: Config) -> list[File]:
+    # Read here, not in a thread: Python 3.11 cannot parse in two threads at once.
+    return [File(f"Python {python_version()}", partial(iter, read_python()))]
+
+
 READERS = {
     "text": read_text, "jsonl": read_jsonl, "csv": partial(read_table, ","),
     "tsv": partial(read_table, "\t"), "parquet": read_parquet,
 }  # fmt: skip
+SOURCES = {"python": open_python}  # extras/libraries.py adds others that are not files
 
 
 def source_files(source: str, split: str, cfg: Config) -> list[File]:
     """Return the files of a source, such as python: and text:books/{split}.txt."""
     kind, _, name = source.partition(":")
-    if kind == "python":
-        # Called here, not in a thread: Python 3.11 cannot parse in two threads at once.
-        return [File(f"Python {python_version()}", partial(iter, read_python()))]
-    if kind not in READERS:
-        SOURCES = {}
-        if configs.HAS_EXTRAS:
-            from extras.libraries import SOURCES
-        if kind not in SOURCES:
-            kinds = ", ".join(("python", *READERS, *SOURCES))
-            raise UserError(f"{source!r} is not a source KIND:NAME. Kinds: {kinds}.")
+    if kind in SOURCES:
         return SOURCES[kind](name, split, cfg)
+    if kind not in READERS:
+        kinds = ", ".join((*SOURCES, *READERS))
+        raise UserError(f"{source!r} is not a source KIND:NAME. Kinds: {kinds}.")
     filled, files = name.replace("{split}", split), []
     system, pattern = fsspec.core.url_to_fs(filled)
     for path, info in sorted(system.glob(pattern, detail=True).items()):

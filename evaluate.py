@@ -19,6 +19,7 @@ import json
 import math
 import re
 import string
+import zlib
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
@@ -40,11 +41,8 @@ from configs import METRICS, Config, UserError
 def batch_sums(params: dict, batch: data.Batch, is_content, cfg: Config) -> tuple:
     """Sum the losses of a batch over all target tokens, and over content tokens alone."""
     x = model.encode_and_decode(params, batch, cfg.model)
-
-    def sums_with(weights):
-        return model.loss_sums(params, x, batch.targets, weights, cfg)[1]
-
-    return sums_with(model.target_weights(batch)), sums_with(is_content)
+    weights = model.target_weights(batch), is_content
+    return tuple(model.loss_sums(params, x, batch.targets, w, cfg) for w in weights)
 
 
 def evaluate_loss(params, cfg: Config, batches: list, tokenizer) -> dict:
@@ -86,6 +84,7 @@ def loss_of_split(params, cfg: Config, name: str, split: str, tokenizer):
     rows = math.ceil(cfg.train.batch_size / shards) * shards
     cfg = replace(cfg, train=replace(cfg.train, batch_size=rows))
     batches = data.batches_of_split(name, split, cfg, tokenizer)
+    partition.check_same([zlib.crc32(a) for batch in batches for a in batch])
     if not batches:
         source = data.find_task(name, cfg).source
         raise UserError(f"The task {name} has no split {split} in {source}.")
@@ -149,23 +148,19 @@ def compute_metrics(task: data.Task, pairs, targets, outputs) -> tuple[dict, lis
     A line is the pair with the fields output, target and prediction. The metrics of a
     task are functions, or names in METRICS; if it has none, accuracy counts.
     """
-    functions = [x if callable(x) else METRICS[x] for x in task.metrics or ("accuracy",)]
-    lines = []
-    for pair, target, output in zip(pairs, targets, outputs):
-        target = postprocess(task, target, pair, is_target=True)
-        prediction = postprocess(task, output, pair, is_target=False)
-        fields = {"output": output, "target": target, "prediction": prediction}
-        lines.append(pair | fields)
-    targets = [line["target"] for line in lines]
-    predictions = [line["prediction"] for line in lines]
+    targets = [postprocess(task, *x, is_target=True) for x in zip(targets, pairs)]
+    predictions = [postprocess(task, *x, is_target=False) for x in zip(outputs, pairs)]
     metrics = {}
-    for function in functions:
+    for name in task.metrics or ("accuracy",):
+        function = name if callable(name) else METRICS[name]
         values = function(targets, predictions)
         if not isinstance(values, dict):
             raise UserError(f"{function} returns {values!r}, and not a dict of numbers.")
         if duplicates := metrics.keys() & values.keys():
             raise UserError(f"Two metrics of a task have the name {duplicates}.")
         metrics |= values
+    fields = zip(pairs, outputs, targets, predictions)
+    lines = [pair | dict(output=o, target=t, prediction=p) for pair, o, t, p in fields]
     return metrics, lines
 
 
@@ -338,7 +333,7 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
         for choice, length in zip(choices, lengths)
     ]
     # If all examples have the same choices, these are classes.
-    choice_sets = {tuple(x.get("answer_choices", task.choices)) for x in pairs}
+    choice_sets = {tuple(tuple(id_pairs[i][1]) for i in group) for group in groups}
     num_classes = len(choice_sets.pop()) if len(choice_sets) == 1 else None
     # Try the metrics before the work: a package may be missing.
     rank_classification(labels, np.zeros(len(labels)), num_classes)
@@ -510,14 +505,7 @@ def chosen_tasks(options: Options, run_cfg: Config) -> list[str]:
     """Return the names of the tasks to evaluate."""
     cfg, split = options.cfg, options.split
     names = data.eval_tasks(cfg, options.tasks)
-    new, old = cfg.data, run_cfg.data
-    is_other = (new.task, new.source) != (old.task, old.source)
-    are_of_p3 = all(x not in configs.TASKS and ":" not in x for x in names)
-    if is_other and names != [new.task] and not are_of_p3:
-        raise UserError(
-            f"Another --data.task or source needs one task, as in --tasks qa --data.task "
-            f"qa. --tasks means {names}, and --data.task is {cfg.data.task}."
-        )
+    configs.refuse_unused_source(names, cfg, run_cfg)
     if len(names) == 1 or names == [x.strip() for x in options.tasks.split(",")]:
         return names
     # As in training, leave out tasks of mixtures that have no examples.

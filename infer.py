@@ -23,6 +23,7 @@ import json
 import math
 import re
 import sys
+import zlib
 from dataclasses import dataclass
 from typing import Iterable, Iterator, Literal, NamedTuple, Sequence
 
@@ -136,7 +137,7 @@ def decode_step(
             return attend_few_queries(q, keys, values, mask, bias)
 
         x = model.decoder_layer(w, x, cross_kv, attend, cross_attend, model_cfg)
-    x = model.final_norm(params, x, model_cfg)
+    x = model.rms_norm(x, params["decoder"]["norm"])
     return model.compute_logits(params, x, model_cfg), cache
 
 
@@ -149,6 +150,7 @@ class OutputState(NamedTuple):
     ids: Array  # [B, N, T], 0 after EOS
     scores: Array  # [B, N]
     done: Array  # [B, N], whether the output has ended with EOS
+    ancestors: None = None  # unlike a beam, an output reads only its own keys
 
 
 def start_outputs(B: int, N: int, T: int) -> OutputState:
@@ -193,7 +195,7 @@ def output_rngs(seed: int, indices: Array, N: int) -> Array:
 
 def sample(log_probs: Array, t, decode_cfg: DecodeConfig, rngs: Array) -> Array:
     """Draw the id of position t for each output, with its random key [B, N]."""
-    logits = log_probs / max(decode_cfg.temperature or 1.0, 1e-4)
+    logits = log_probs / (decode_cfg.temperature or 1.0)
     logits = filter_logits(logits, decode_cfg.top_k, decode_cfg.top_p)
     rngs = fold_in(rngs, t)
     return jnp.vectorize(jax.random.categorical, signature="(),(v)->()")(rngs, logits)
@@ -275,7 +277,8 @@ def extend_beams(state: BeamState, log_probs: Array, t, *, decode_cfg) -> BeamSt
     ancestors = ancestors.at[:, :, t + 1].set(jnp.arange(N))
 
     new_scores = scores / length_penalty(t + 1.0, decode_cfg)
-    new_scores += jnp.where(ends, 0.0, NEG_INF)
+    # An empty beam, whose score is NEG_INF or less, does not end.
+    new_scores += jnp.where(ends & (scores > NEG_INF), 0.0, NEG_INF)
     both_scores = jnp.append(state.finished_scores, new_scores, axis=1)
     finished_scores, best = lax.top_k(both_scores, N)
     finished_ids = gather_beams(jnp.append(state.finished_ids, extended, axis=1), best)
@@ -343,9 +346,8 @@ def generate(
         t, state, cache = carry
         # At t = 0, index -1 is the last position, which still has PAD, T5's start token.
         ids = state.ids[:, :, t - 1]
-        ancestors = state.ancestors if decode_cfg.beams else None
         logits, cache = decode_step(
-            params, model_cfg, ids, t, cache, layers, input_segments, ancestors
+            params, model_cfg, ids, t, cache, layers, input_segments, state.ancestors
         )
         # Each device chooses ids for its own rows, from the whole vocabulary.
         logits = constrain(logits, "batch")
@@ -417,6 +419,7 @@ def process_batch(params, cfg: Config, group: list[Request], mode: str) -> list:
         input_segments=np.int32(batch.inputs > 0),
         target_segments=np.int32(batch.targets > 0),
     )
+    partition.check_same([zlib.crc32(a) for a in batch])
     if not batch.input_segments.any(axis=1).all():
         raise UserError("An example has no inputs besides padding.")
     indices = np.uint32([request.index for request in padded])
@@ -453,8 +456,9 @@ def padded_length(sequences: list) -> int:
 
 
 def cut_at_eos(ids: Iterable) -> list[int]:
-    """Return the ids before the first EOS or padding."""
-    return list(itertools.takewhile(lambda i: i > data.EOS, map(int, ids)))
+    """Return the ids before the first EOS, without padding."""
+    before = itertools.takewhile(lambda i: i != data.EOS, map(int, ids))
+    return [i for i in before if i != data.PAD]
 
 
 def fill_blanks(inputs: Iterable, targets: Iterable, tokenizer) -> str:
@@ -511,10 +515,7 @@ def read_input(options: "Options", tokenizer) -> Iterator[Request]:
     if kind == "task":
         # NAME or NAME:SPLIT, and a name can have a colon, too, as in jsonl:a.jsonl
         name, split = re.fullmatch(r"(.+?)(?::(\w+))?", name).groups("validation")
-        run_cfg, _ = configs.load_run(options.run_dir)
-        is_other = cfg.data.source != run_cfg.data.source
-        if is_other and name != cfg.data.task and name in configs.TASKS:
-            raise UserError(f"--data.source is that of --data.task: set it to {name}.")
+        configs.refuse_unused_source([name], cfg, configs.load_run(options.run_dir)[0])
         task, files = data.open_task(name, split, cfg)
         if not files or task.objective:
             raise UserError(f"{task.source} has no split {split} of pairs ({name}).")
@@ -541,9 +542,10 @@ def result_fields(line: dict, result, cfg: Config, tokenizer, mode: str) -> dict
     outputs, scores = result
     if isinstance(line["inputs"], str):
         outputs = list(map(tokenizer.decode, outputs))
+    fields = {"prediction": outputs[0]}
     if cfg.decode.write_scores or cfg.decode.num_return > 1:
-        return {"prediction": outputs[0], "predictions": outputs, "scores": scores}
-    return {"prediction": outputs[0]}
+        fields |= {"predictions": outputs, "scores": scores}
+    return fields
 
 
 def to_json(line: dict) -> bytes:
@@ -570,8 +572,6 @@ def answer_lines(params: dict, options: "Options", tokenizer) -> Iterator[bytes]
         for request, result in zip(block, process_requests(params, cfg, block, mode)):
             fields = result_fields(request.line, result, cfg, tokenizer, mode)
             yield to_json(request.line | fields)
-    if partition.is_main_process():  # Another shard may have written the output.
-        refuse_existing(configs.to_path(options.output))
 
 
 def answer_file(params: dict, options: "Options", tokenizer) -> None:
@@ -579,8 +579,13 @@ def answer_file(params: dict, options: "Options", tokenizer) -> None:
     output = configs.to_path(options.output)
     refuse_existing(output)
     lines = answer_lines(params, options, tokenizer)
+
+    def lines_and_check():
+        yield from lines
+        refuse_existing(output)  # Another shard may have written it by now.
+
     if partition.is_main_process():
-        configs.write_file(output, lines)
+        configs.write_file(output, lines_and_check())
         print(f"The answers are in {output}.")
     else:
         for _ in lines:  # takes part in all batches

@@ -202,7 +202,8 @@ def relative_bucket(
         )
     log_ratio = np.log(np.maximum(distance, 1) / max_exact)
     fraction = log_ratio / np.log(model_cfg.relative_max_distance / max_exact)
-    large = max_exact + (fraction * (num_buckets - max_exact)).astype(np.int32)
+    # 1e-6: the rounding of log must not move an integer to the bucket below.
+    large = max_exact + (fraction * (num_buckets - max_exact) + 1e-6).astype(np.int32)
     large = np.minimum(large, num_buckets - 1)
     return offset + np.where(distance < max_exact, distance, large)
 
@@ -254,7 +255,7 @@ def dot_product_attention(
         # A kernel knows only the equation below: to change it, delete this `if` as well.
         from extras import attention_kernel
 
-        if attention_kernel.fits(q, k):
+        if attention_kernel.fits(q, k, mask, bias):
             return attention_kernel.attend(q, k, v, mask, bias)
     scores = jnp.einsum("bhqc,bhkc->bhqk", q, k, preferred_element_type=jnp.float32)
     if bias is not None:
@@ -279,7 +280,11 @@ def make_attend(
             bias = position_bias(relative_bias, *mask.shape[2:], bidirectional, model_cfg)
         return dot_product_attention(q, k, v, mask, bias, impl)
 
-    return lambda q, k, v: on_each_device(attend_here, q, k, v, mask, relative_bias)
+    def attend(q, k, v):
+        # on_each_device splits arguments, so mask and bias are not taken from outside.
+        return on_each_device(attend_here, q, k, v, mask, relative_bias)
+
+    return attend
 
 
 def split_heads(x: Array, model_cfg: ModelConfig) -> Array:
@@ -408,12 +413,8 @@ def decode(
 
     x = embed_tokens(params, batch.decoder_inputs, model_cfg, rng_embed)
     x = apply_layers(layer, x, "decoder", params, model_cfg, rng_layers)
-    return final_norm(params, x, model_cfg, rng_out)
-
-
-def final_norm(params: dict, x: Array, model_cfg: ModelConfig, rng=None) -> Array:
-    """Normalize the activations [B, T, D] after the last layer of the decoder."""
-    return dropout(rms_norm(x, params["decoder"]["norm"]), model_cfg.dropout, rng)
+    x = rms_norm(x, params["decoder"]["norm"])
+    return dropout(x, model_cfg.dropout, rng_out)
 
 
 def compute_logits(params: dict, x: Array, model_cfg: ModelConfig) -> Array:
@@ -484,8 +485,8 @@ def target_weights(batch) -> Array:
 
 def loss_sums(
     params: dict, x: Array, targets: Array, loss_weights: Array, cfg: Config
-) -> tuple[Array, dict]:
-    """Return the training loss and a dict of sums over the target tokens.
+) -> dict[str, Array]:
+    """Return the sums of all token_metrics, such as "loss", over the target tokens.
 
     params: the output matrix is enough. x [B, T, D]: the output of the decoder.
     loss_weights [B, T]: how much each token counts, such as target_weights.
@@ -498,8 +499,7 @@ def loss_sums(
     logits = compute_logits(params, x, cfg.model)
     metrics = token_metrics(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
     sums = {name: jnp.sum(values * loss_weights) for name, values in metrics.items()}
-    sums["tokens"] = jnp.sum(loss_weights)
-    return sums["loss"], sums
+    return {**sums, "tokens": jnp.sum(loss_weights)}
 
 
 def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
@@ -510,7 +510,8 @@ def loss_fn(params: dict, batch, cfg: Config, rng=None) -> tuple[Array, dict]:
     logged, too. If you add one, metrics.jsonl has it under its name.
     """
     x = encode_and_decode(params, batch, cfg.model, rng)
-    return loss_sums(params, x, batch.targets, target_weights(batch), cfg)
+    sums = loss_sums(params, x, batch.targets, target_weights(batch), cfg)
+    return sums["loss"], sums
 
 
 def mean_metrics(sums: dict) -> dict:

@@ -210,8 +210,10 @@ def damaged_error(path: Path) -> UserError:
 
 def read_headers(folder: Path) -> tuple[dict[str, list], Any]:
     """Return {array name: headers of its shards}, and the position in the data."""
-    headers = {}
-    count = int((folder / "complete").read_text())
+    headers, count = {}, (folder / "complete").read_text()
+    if not count.isdigit():
+        raise damaged_error(folder / "complete")
+    count = int(count)
     for process in range(count):
         path = shard_path(folder, process, count)
         with path.open("rb") as file:

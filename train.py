@@ -19,6 +19,7 @@ import json
 import math
 import signal
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -58,10 +59,9 @@ def learning_rate(step: Array | int, train_cfg: TrainConfig) -> Array:
     step = jnp.maximum(0.0, step - train_cfg.schedule_offset)
     warmup = train_cfg.warmup_steps
     after_warmup = jnp.maximum(step, warmup)
-    steps_per_cycle = train_cfg.steps_per_cycle
-    if not steps_per_cycle:  # The cosine reaches 0 only `warmup` steps after the last.
-        steps_per_cycle = train_cfg.steps - train_cfg.schedule_offset
-    cycles = jnp.maximum(0.0, (step - warmup) / steps_per_cycle)  # since the warmup
+    # By default, the cosine reaches 0 only `warmup` steps after the last.
+    per_cycle = train_cfg.steps_per_cycle or train_cfg.steps - train_cfg.schedule_offset
+    cycles = jnp.maximum(0.0, (step - warmup) / per_cycle)  # since the warmup
     factors = {
         "constant": train_cfg.learning_rate,
         # rises from 0 to 1 during the warmup
@@ -348,7 +348,8 @@ def catch_signals() -> Callable[[int], bool]:
 class Log:
     """Write metrics to metrics.jsonl and for TensorBoard.
 
-    A run that resumes at `step` repeats the later steps, so their lines are removed.
+    A run that resumes at `step` repeats the later steps, so their lines are removed. At
+    -1, nothing is kept.
     """
 
     def __init__(self, run_dir: Path, step: int):
@@ -383,7 +384,7 @@ class Log:
 
     def has(self, step: int, group: str) -> bool:
         lines = [line for line in self.lines if line["step"] == step]
-        return any(name.startswith(f"{group}/") for line in lines for name in line)
+        return any(name.rpartition("/")[0] == group for line in lines for name in line)
 
 
 class Evaluator:
@@ -402,6 +403,7 @@ class Evaluator:
             batches = data.batches_of_split(
                 name, "validation", cfg, tokenizer, self.limit
             )
+            partition.check_same([zlib.crc32(a) for batch in batches for a in batch])
             if not batches:
                 print(f"{name} is not evaluated: it has no held-out examples")
                 continue
@@ -584,8 +586,10 @@ def train(cfg: Config, run_dir: Path, recipe: str = "", init_from: str = "") -> 
         configs.save_run(cfg, run_dir, vocabulary=tokenizer.sha256, init_from=init_from)
         configs.write_file(run_dir / "model-info.txt", model.list_params(cfg))
         if recipe.endswith(".py"):
-            configs.write_file(run_dir / "recipe.py", configs.to_path(recipe).read_text())
-    log = Log(run_dir, step)
+            configs.write_file(
+                run_dir / "recipe.py", configs.to_path(recipe).read_bytes()
+            )
+    log = Log(run_dir, step if resumes else -1)
     evaluator = Evaluator(cfg, tokenizer, log)
     with ThreadPoolExecutor(1) as thread:  # Compile while the state is loaded.
         compiling = thread.submit(lowered.compile)
@@ -613,13 +617,14 @@ def parse(argv: list[str] | None = None) -> Options:
     run_dir = flags.run_dir or f"runs/{Path(flags.config or 'tiny').stem}"
     if partition.Checkpoints(run_dir).steps():
         return parse_resumed(run_dir, flags.config, argv)
-    if configs.run_dir_of(run_dir) != configs.to_path(run_dir):
+    folder = configs.to_path(run_dir)
+    if (folder / "complete").exists():
         raise UserError(f"{run_dir} is a checkpoint: name its run, or --init_from.")
     if flags.run_dir and not flags.config:
         raise UserError(f"{run_dir} has no checkpoint: a new run needs --config.")
-    if (configs.to_path(run_dir) / "eval/metrics.jsonl").exists():
+    if (folder / "eval/metrics.jsonl").exists():
         raise UserError(f"{run_dir}/eval is of an earlier run: name another --run_dir.")
-    if (configs.to_path(run_dir) / "config.json").exists():
+    if (folder / "config.json").exists():
         configs.load_run(run_dir)  # refuses a folder of Hugging Face
     return parse_new(run_dir, flags.config or "tiny", flags.init_from, argv)
 

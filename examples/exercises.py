@@ -44,7 +44,9 @@ def find(text: str, name: str) -> tuple[list[str], int, int, str]:
     for node in functions:
         if node.name == name:
             first, last = node.body[0].end_lineno, node.end_lineno
-            return text.split("\n"), first, last, ast.get_docstring(node)
+            if not (docstring := ast.get_docstring(node)):
+                raise SystemExit(f"First write the docstring of {name} again.")
+            return text.split("\n"), first, last, docstring
     raise SystemExit(f"There is no function {name} any more.")
 
 

@@ -230,10 +230,12 @@ def gpu_attention_fits(q: Array) -> bool:
     return is_ampere and q.dtype == jnp.bfloat16 and C in (16, 32, 64, 128)
 
 
-def fits(q: Array, k: Array) -> bool:
-    """Return whether a kernel supports this device, and queries [B, H, Q, C] and keys."""
+def fits(q: Array, k: Array, mask: Array, bias: Array | None) -> bool:
+    """Return whether a kernel supports this device and these arguments of attend."""
     B, H, Q, C = q.shape
-    if partition.platform() == "gpu":
+    if mask.shape[1] > 1 or (bias is not None and bias.ndim > 3):
+        found = False  # a mask for each head, or a bias for each row
+    elif partition.platform() == "gpu":
         found = gpu_attention_fits(q)
     else:
         found = block_sizes((B, Q, H, C), k.shape[2]) is not None

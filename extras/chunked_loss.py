@@ -54,7 +54,7 @@ def part_sums(unembedding, x, targets, loss_weights, cfg):
     """Return the sums alone, for evaluation."""
 
     def sums_of_part(part):
-        return sums_at_once(unembedding, *part, cfg)[1]
+        return sums_at_once(unembedding, *part, cfg)
 
     sums = lax.map(sums_of_part, split_targets(x, targets, loss_weights))
     return (lax.psum(jax.tree.map(lambda a: a.sum(0), sums), "data"),)
@@ -65,7 +65,10 @@ def part_gradients(unembedding, x, targets, loss_weights, cfg):
 
     Each device does this for its own rows.
     """
-    total = functools.partial(sums_at_once, cfg=cfg)
+
+    def total(*args):
+        sums = sums_at_once(*args, cfg)
+        return sums["loss"], sums
 
     def step(carry, part):
         gradients = jax.value_and_grad(total, (0, 1), has_aux=True)
@@ -83,22 +86,23 @@ def part_gradients(unembedding, x, targets, loss_weights, cfg):
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def chunked_sums(
     unembedding: dict, x: Array, targets: Array, loss_weights: Array, cfg: Config
-) -> tuple[Array, dict]:
+) -> dict[str, Array]:
     """Compute what model.loss_sums computes. Only the total loss has a gradient."""
     args = unembedding, x, targets, loss_weights, cfg
     (sums,) = for_own_rows(part_sums, (P(),), *args)
-    return sums["loss"], sums
+    return sums
 
 
 def forward(unembedding, x, targets, loss_weights, cfg):
     specs = P(), P(), P("data")
     args = unembedding, x, targets, loss_weights, cfg
     sums, d_unembedding, d_x = for_own_rows(part_gradients, specs, *args)
-    return (sums["loss"], sums), (d_unembedding, d_x)
+    return sums, (d_unembedding, d_x)
 
 
-def backward(cfg, saved, d_result):
-    d_unembedding, d_x = jax.tree.map(lambda d: d * d_result[0].astype(d.dtype), saved)
+def backward(cfg, saved, d_sums):
+    scale = d_sums["loss"]
+    d_unembedding, d_x = jax.tree.map(lambda d: d * scale.astype(d.dtype), saved)
     return d_unembedding, d_x, None, None
 
 

@@ -6,7 +6,7 @@ import re
 from functools import partial
 
 import configs
-from data import File
+from data import SOURCES, File
 from extras import toys
 
 
@@ -80,7 +80,7 @@ def open_numbers(name: str, split: str, cfg: configs.Config) -> list[File]:
     return [File(f"numbers:{name}", lambda: map(toys.number_fields, numbers))]
 
 
-SOURCES = {
+SOURCES |= {
     "hf": open_hf,
     "tfds": open_tfds,
     "seqio": open_seqio,

@@ -489,7 +489,13 @@ def p3_task(name: str, cfg: Config) -> Task:
     sources = p3_sources(cfg.data.source)
     if name not in sources:
         raise UserError(f"There is no task {name}. See `python data.py --list`.")
-    return Task(sources[name], p3_texts, eos_in_inputs=False)
+    # The targets in P3 begin with white space.
+    return Task(
+        sources[name],
+        p3_texts,
+        postprocess=lambda text, **_: text.strip(),
+        eos_in_inputs=False,
+    )
 
 
 def p3_texts(record: dict) -> list[dict]:
@@ -511,7 +517,10 @@ def t0_mixture(sizes: dict[str, int], cfg: Config) -> dict[str, int]:
 
 
 def score_mixture(datasets: list[str], cfg: Config) -> dict[str, int]:
-    """The tasks of rank classification, which are only evaluated."""
+    """The tasks of rank classification, which are only evaluated.
+
+    T0 also left out prompts for other purposes, and 14 of its training datasets.
+    """
     found = (prompts(dataset, cfg.data.source, scored=True) for dataset in datasets)
     return dict.fromkeys(sorted(itertools.chain.from_iterable(found)), 1)
 

@@ -1,4 +1,4 @@
-"""Test the files of extras, the notebook and the exercises: `pytest extras`."""
+"""Test extras, the notebook, the exercises and the forks: `pytest extras`."""
 # ruff: noqa: F811 (fixtures are arguments of tests)
 
 import ast
@@ -99,6 +99,15 @@ def test_a_gpu_uses_its_kernel_where_it_can(
     q, mask = jnp.zeros((1, 2, 114, channels), dtype), jnp.ones((1, 1, 114, 114))
     out = model.dot_product_attention(q, q, q, mask, impl="kernel")
     assert isinstance(out, str) == fits
+
+
+def test_no_kernel_takes_a_mask_for_each_head_or_a_bias_for_each_row():
+    q, k, v, table, mask = make_attention(0, 16, 16)
+    bias = model.position_bias(table, 16, 16, True, SMALL.model)
+    heads = mask & (jnp.arange(4) % 2 == 0)[:, None, None]
+    for args in ((q, k, v, heads, bias), (q, k, v, mask, bias[None])):
+        expected = model.dot_product_attention(*args)
+        assert_equal(model.dot_product_attention(*args, impl="kernel"), expected)
 
 
 def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
@@ -1077,6 +1086,9 @@ def test_t5x_keeps_what_its_weights_do_not_show(tmp_path, pieces):
     assert "network.T5Config.emb_dim = 40\n" in (tmp_path / "t5x/config.gin").read_text()
     read = convert.read_model(tmp_path / "t5x")
     assert read.cfg.model == m and read.tokenizer.extra_ids == 20
+    (tmp_path / "t5x/spiece.model").unlink()
+    assert convert.find_vocabulary([tmp_path / "t5x"], 256) == ("", 20)
+    assert convert.find_vocabulary([tmp_path / "t5x"], 384) == ("bytes", 20)
 
 
 @pytest.mark.parametrize(
@@ -1275,6 +1287,10 @@ def test_job_t0(pretrained, here):
     write_seqio_cache(here / "super_glue_copa_a_score_eval", "validation", rows)
     (read,) = t5_tasks.p3_texts(rows[0])  # as from the copy on the Hub
     assert read["targets"] == rows[0]["targets_pretokenized"]
+    cfg = change(data=dict(source=f"seqio:{here}"))
+    task = t5_tasks.p3_task("super_glue_copa_a_score_eval", cfg)
+    metrics, _ = evaluate.compute_metrics(task, [read], ["\nNo"], ["No"])
+    assert metrics == {"accuracy": 100}
     run(
         f"train --config small_t0 --init_from lm --run_dir run {FINETUNE} "
         f"--data.source seqio:{here} --train.microbatches 1 --train.steps 1100100"
@@ -1396,3 +1412,38 @@ def test_the_tests_of_an_exercise_need_its_body(exercise, classroom):
     assert re.search(r"= \d+ failed, \d+ deselected", exercises("check"))
     exercises("solution")
     assert path.read_text() == original  # with which all tests pass
+
+
+# ---- forks -----------------------------------------------------------------------------
+
+FORKS = sorted((HERE / "forks").glob("*.patch"))
+
+
+def test_forks_are_short_and_apply(tmp_path):
+    """A fork is a patch of at most 60 changed lines."""
+    assert len(FORKS) >= 12
+    for file in HERE.glob("*.py"):
+        shutil.copy(file, tmp_path)
+    for patch in FORKS:
+        _, diff = patch.read_text().split("diff --git ", 1)
+        changed = re.findall(r"^[+-](?!\+\+ |-- )", diff, re.MULTILINE)
+        assert len(changed) <= 60, patch.name
+        env = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path.parent)}
+        check = "git", "apply", "--check", patch
+        subprocess.run(check, cwd=tmp_path, env=env, check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [patch.stem for patch in FORKS])
+def test_fork_trains(name, tmp_path):
+    """Each fork trains three steps of `tiny`, and then decodes a held-out example."""
+    run = SimpleNamespace(**runpy.run_path(HERE / "forks/run.py"))
+    tree = run.clone(name, tmp_path)
+    flags = "--data.source", f"text:{HERE}/README.md", "--data.vocab", "bytes"
+    flags += ("--train.save_every", "3")
+    assert 0 < run.held_out_loss(tree, tmp_path / "run", 3, 0, *flags) < 10
+    if name == "trie":
+        flags = f"--run_dir {tmp_path}/run --decode.choices yes|no --decode.beams 3"
+        flags += " --decode.num_return 3 --decode.write_scores True text"
+        lines = command("infer.py", *flags.split(), cwd=tree).splitlines()
+        assert sorted(line.split("\t")[1] for line in lines) == ["no", "yes"]
