@@ -99,7 +99,7 @@ class TrainConfig:
     """Training, evaluation and checkpoints. For settings ..._every, 0 means never."""
 
     steps: int = 10_000  # the step at which training ends, --train.start_step included
-    start_step: int = 0  # the first step: 1000000 for the weights of published T5
+    start_step: int = 0  # steps that count as done: 1000000 for published T5
     # what --init_from loads: the weights, or also the optimizer's state and the step
     restore: Literal["params", "all"] = "params"
     batch_size: int = 128  # rows in a batch, over all devices
@@ -110,11 +110,13 @@ class TrainConfig:
     # a product of constant (--train.learning_rate), linear_warmup, linear_decay,
     # rsqrt_decay, rsqrt_normalized_decay, decay_every, cosine_decay (see train.py)
     schedule: str = "constant * rsqrt_decay"
-    warmup_steps: int = 10_000  # steps of linear_warmup, or before a decay begins
+    # steps of linear_warmup, or before another decay than decay_every begins
+    warmup_steps: int = 10_000
     schedule_offset: int = 0  # subtracted from the step, for the schedule
     decay_factor: float = 0.5  # factor of decay_every, or slope of linear_decay
     steps_per_decay: int = 20_000  # period of decay_every
-    steps_per_cycle: int | None = None  # period of cosine_decay; None: all steps
+    # period of cosine_decay; None: steps - schedule_offset
+    steps_per_cycle: int | None = None
     # fraction of the weights that a step removes; AdamW multiplies it by the rate
     weight_decay: float = 0.0
     z_loss: float = 1e-4  # weight of (log Z)^2 in the loss
@@ -139,13 +141,13 @@ class DecodeConfig:
     # length penalty: ((5 + length) / 6)^alpha as in T5X, or length^alpha
     length_penalty: Literal["gnmt", "length"] = "gnmt"
     max_length: int | None = None  # most tokens to generate; None: data.targets_length
-    # of sampling; 0 means greedy, or 1 if top_k or top_p is set (in T5X always greedy)
+    # 0 means greedy decoding. With top_k or top_p, it means 1 (in T5X, always greedy).
     temperature: float = 0.0
     top_k: int = 0  # sample from the k most probable tokens; 0 means all
     top_p: float = 0.0  # sample from the most probable tokens with this mass; 0 means all
     num_return: int = 1  # samples or best beams of each input
     write_scores: bool = False  # whether to write scores, also of a single output
-    batch_size: int = 32  # inputs that are decoded together
+    batch_size: int = 32  # inputs that are decoded or scored together
 
     def __post_init__(self):
         if self.beams and self.do_sample:
@@ -277,9 +279,9 @@ RECIPES = {
 }
 # fmt: on
 
-# Without the folder extras/, there are no kernels, plots, tasks of t5, datasets of
-# libraries and random tokens, no data for tiny_finetune, no vocabularies but
-# SentencePiece, and no weights but those of Hugging Face.
+# Without the folder extras/, sources are files or python:, vocabularies are of
+# SentencePiece, and weights of Hugging Face. There are no kernels, plots, tasks of t5,
+# random tokens and data for tiny_finetune.
 HAS_EXTRAS = (Path(__file__).parent / "extras").is_dir()
 # data.py, evaluate.py and extras/ fill these tables. A recipe file adds its TASKS and
 # MIXTURES, and can define a VOCABULARY.

@@ -393,7 +393,7 @@ def pack(lengths: np.ndarray, limits: tuple[int, int]) -> np.ndarray:
     """Return the row of each example [N] by bin packing. lengths [N, 2]: inputs, targets.
 
     From the longest example to the shortest, each goes to the row whose free fractions of
-    inputs and targets are then most similar, or to a new row.
+    inputs and targets are then most similar, or, if it fits into none, to a new row.
     """
     share = lengths / limits
     num_rows = int(np.ceil(share.sum(axis=0)).max())  # fewer cannot hold all tokens
@@ -436,10 +436,10 @@ def shift_right(targets: np.ndarray, segments: np.ndarray) -> np.ndarray:
 
 
 # ---- batches ---------------------------------------------------------------------------
-# read_windows     the chunks or pairs of the next texts, in the order of the files
-# examples_of      the examples that are made from them, shuffled
-# choose_examples  the next examples of all tasks by their rates, for ROWS_PER_PACK rows
-# pack_rows        lists of examples that fit into a row, in random order
+# read_windows     the chunks or pairs of the next texts of a task: a window
+# examples_of      the examples that are made from windows, shuffled: the task's stream
+# choose_examples  the next examples of all streams by their rates, for ROWS_PER_PACK rows
+# pack_rows        lists of examples that fit into a row, in random order: a pack
 # make_batches     fill_rows for each batch, and the position where a restart continues
 # prefetch         a thread reads the next window, and another makes the next batches
 

@@ -174,7 +174,7 @@ def read_examples(name: str, split: str, cfg: Config, tokenizer, limit: int | No
 
 
 def check_metrics(name: str, split: str, cfg: Config, tokenizer) -> None:
-    """Warn if 1,000 perfect answers, encoded and decoded, do not get the best metrics."""
+    """Warn if the targets, encoded and decoded, do not get the metrics of the targets."""
     task = data.find_task(name, cfg)
     pairs, examples, targets = read_examples(name, split, cfg, tokenizer, 1000)
     written = [tokenizer.decode(ids) for _, ids in examples]
@@ -345,9 +345,9 @@ def rank(params, cfg: Config, name: str, split: str, tokenizer, normalize=False)
 
 
 # ---- metrics ---------------------------------------------------------------------------
-# The metrics of t5/evaluation/metrics.py, except that `rouge`, and `bleu` with several
-# references, differ: functions of the postprocessed targets and predictions that return a
-# dict of numbers from 0 to 100. Those of GLUE are in extras/.
+# A metric is a function of all postprocessed targets and predictions that returns a dict
+# of numbers from 0 to 100, as in t5/evaluation/metrics.py. Two differ: `rouge` is a mean,
+# and `bleu` compares each text with its own references. Those of GLUE are in extras/.
 
 
 def percent(values) -> float:

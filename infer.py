@@ -56,8 +56,8 @@ from partition import constrain
 #         ids.append(int(logits.argmax()))
 #
 # which computes all earlier positions again and again. With a cache of keys and values,
-# each is computed only once. In greedy decoding, N is 1, `ancestors` is None, and the key
-# of position t is at index t of the cache.
+# each is computed only once. In greedy decoding, the key of position t is at index t of
+# the cache.
 #
 # The N beams or samples of an example share a cache: the key of position t of beam m is
 # at index t * N + m. A mask hides the keys of other beams. When beam search reorders the
@@ -66,7 +66,8 @@ from partition import constrain
 #
 #     position 0, beam 0    position 0, beam 1    position 1, beam 0    position 1, beam 1
 #
-# and a beam whose `ancestors` are [1, 0] sees the second and the third.
+# and a beam whose `ancestors` are [1, 0] sees the second and the third. Greedy outputs
+# and samples have no ancestors: output m sees only its own keys.
 
 
 def attend_few_queries(q: Array, k: Array, v: Array, mask: Array, bias=None) -> Array:
@@ -137,7 +138,7 @@ def decode_step(
             return attend_few_queries(q, keys, values, mask, bias)
 
         x = model.decoder_layer(w, x, cross_kv, attend, cross_attend, model_cfg)
-    x = model.rms_norm(x, params["decoder"]["norm"])
+    x = model.final_norm(params, x, model_cfg)
     return model.compute_logits(params, x, model_cfg), cache
 
 

@@ -57,7 +57,7 @@ class Param:
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]  # partition.RULES maps a name to the mesh axis that splits it
+    axes: tuple[str, ...]  # partition.spec maps a name to a mesh axis, or to none
     init: Literal["ones", "normal", "truncated_normal", "uniform"] = "ones"
     scale: float = 1.0  # the standard deviation, or the bound of "uniform"
 
@@ -413,8 +413,12 @@ def decode(
 
     x = embed_tokens(params, batch.decoder_inputs, model_cfg, rng_embed)
     x = apply_layers(layer, x, "decoder", params, model_cfg, rng_layers)
-    x = rms_norm(x, params["decoder"]["norm"])
-    return dropout(x, model_cfg.dropout, rng_out)
+    return final_norm(params, x, model_cfg, rng_out)
+
+
+def final_norm(params: dict, x: Array, model_cfg: ModelConfig, rng=None) -> Array:
+    """Normalize the activations [B, T, D] after the last layer of the decoder."""
+    return dropout(rms_norm(x, params["decoder"]["norm"]), model_cfg.dropout, rng)
 
 
 def compute_logits(params: dict, x: Array, model_cfg: ModelConfig) -> Array:
@@ -529,7 +533,8 @@ def resolve_auto(model_cfg: ModelConfig) -> ModelConfig:
     """Replace "auto" by what suits the platform.
 
     Activations and their matmuls have model_cfg.dtype. Parameters, softmax, logits and
-    loss are always float32. Attention "xla" and loss "full" are the code of this file.
+    loss always have the type float32 (whose products a TPU or GPU rounds by default).
+    Attention "xla" and loss "full" are the code of this file.
     """
     platform = partition.platform()
     has_kernel = configs.HAS_EXTRAS and platform != "cpu"

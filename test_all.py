@@ -148,7 +148,7 @@ def make_packed(cfg=SMALL, seed=0):
 
 
 def test_lesson_model_rms_norm_divides_by_the_root_mean_square():
-    """That of [3, 4] is sqrt((9 + 16) / 2). A longer vector gives the same result."""
+    """The root mean square of [3, 4] is sqrt(12.5). A longer vector gives the same."""
     x, scale = jnp.array([[3.0, 4.0], [300.0, 400.0]]), jnp.array([1.0, 10.0])
     expected = [3 / 12.5**0.5, 10 * 4 / 12.5**0.5]
     assert_allclose(model.rms_norm(x, scale), [expected, expected], rtol=1e-6)
@@ -393,6 +393,39 @@ def examples_of(batch):
         for ids, segments in zip(batch.inputs, batch.input_segments)
         for k in range(1, segments.max() + 1)
     ]
+
+
+def write_jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return f"jsonl:{path}"
+
+
+def write_pairs(path, count, first=0):
+    """Write pairs of which no two have equal inputs."""
+    rng = np.random.default_rng(first)
+    texts = [f"{first + i}" + "x" * rng.integers(1, 20) for i in range(count)]
+    rows = [{"inputs": x, "targets": "y" * (i % 9)} for i, x in enumerate(texts)]
+    return write_jsonl(path, rows)
+
+
+@contextlib.contextmanager
+def own_tables():
+    """Forget the tasks, mixtures and vocabulary that are added within."""
+    tables = configs.TASKS, configs.MIXTURES
+    before = [dict(table) for table in tables]
+    try:
+        yield
+    finally:
+        configs.VOCABULARY = None
+        for table, entries in zip(tables, before):
+            table.clear()
+            table.update(entries)
+
+
+@pytest.fixture
+def tables():
+    with own_tables():
+        yield
 
 
 @pytest.fixture
@@ -704,97 +737,6 @@ def test_lesson_evaluate_the_most_probable_choice_is_the_answer():
     assert normalized == {"accuracy": 100.0}
 
 
-def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
-    """T5X stores a matrix as [inputs, outputs], PyTorch as [outputs, inputs].
-
-    Both have one array for each layer, and plain T5 stacks them. A square matrix would fit
-    without the transpose, but the model would compute nonsense.
-    """
-    theirs = hf_state(SMALL.model)
-    params = params_of(write_model(tmp_path / "hf", SMALL.model, theirs))
-    name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
-    assert theirs[name].shape == (40, 48)  # d_model, d_ff
-    assert_array_equal(params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T)
-    t5x, hugging_face = convert.foreign_names("decoder/layers/mlp/down", layer=2)
-    assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
-
-
-def test_lesson_convert_a_tied_model_scales_its_logits():
-    """T5 1.0 multiplies the output of the decoder by d_model^-0.5, T5 1.1 does not.
-
-    If Hugging Face scales an untied model, its output matrix gets the factor.
-    """
-    embed, head = np.ones((7, 4), np.float32), np.full((7, 4), 8, np.float32)
-
-    def convert_head(head, **config):
-        arrays = {"shared.weight": embed, "lm_head.weight": head}
-        convert.set_output_layer(arrays, config, "model")
-        return arrays.get("lm_head.weight")
-
-    assert convert_head(embed, tie_word_embeddings=True) is None
-    assert convert_head(head, tie_word_embeddings=False)[0, 0] == 8
-    assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
-
-
-# ---- helpers: models, files and commands -----------------------------------------------
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def loss_and_gradients(params, batch, cfg):
-    """Return ((loss, sums), gradients) of model.loss_fn."""
-    return jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch, cfg)
-
-
-def place(params, cfg):
-    """Put parameters on the devices of the current mesh."""
-    table = model.param_table(cfg.model)
-    specs = jax.tree.map(lambda p: partition.spec(p.axes, cfg.mesh.fsdp), table)
-    return jax.device_put(params, specs)
-
-
-def recorded(name):
-    """Open a recorded result of T5X: a member of assets/t5x_cases.zip."""
-    return zipfile.ZipFile(HERE / "assets/t5x_cases.zip").open(name)
-
-
-def unflatten(arrays):
-    """{"params/embed": array} becomes {"embed": array}."""
-    return flax.traverse_util.unflatten_dict(arrays, sep="/")["params"]
-
-
-def write_jsonl(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return f"jsonl:{path}"
-
-
-def write_pairs(path, count, first=0):
-    """Write pairs of which no two have equal inputs."""
-    rng = np.random.default_rng(first)
-    texts = [f"{first + i}" + "x" * rng.integers(1, 20) for i in range(count)]
-    rows = [{"inputs": x, "targets": "y" * (i % 9)} for i, x in enumerate(texts)]
-    return write_jsonl(path, rows)
-
-
-@contextlib.contextmanager
-def own_tables():
-    """Forget the tasks, mixtures and vocabulary that are added within."""
-    tables = configs.TASKS, configs.MIXTURES
-    before = [dict(table) for table in tables]
-    try:
-        yield
-    finally:
-        configs.VOCABULARY = None
-        for table, entries in zip(tables, before):
-            table.clear()
-            table.update(entries)
-
-
-@pytest.fixture
-def tables():
-    with own_tables():
-        yield
-
-
 def hf_state(m, seed=0):
     """Return {name in PyTorch: random float32 array} of a model."""
     rng, state = np.random.default_rng(seed), {}
@@ -870,6 +812,64 @@ def params_of(weights):
     """Return the parameters of a convert.LoadedModel, or of a folder, as a nested dict."""
     weights = convert.read_model(weights) if isinstance(weights, Path) else weights
     return unflatten(weights.arrays)
+
+
+def test_lesson_convert_hugging_face_stores_transposed_matrices(tmp_path):
+    """T5X stores a matrix as [inputs, outputs], PyTorch as [outputs, inputs].
+
+    Both have one array for each layer, and plain T5 stacks them. A square matrix would fit
+    without the transpose, but the model would compute nonsense.
+    """
+    theirs = hf_state(SMALL.model)
+    params = params_of(write_model(tmp_path / "hf", SMALL.model, theirs))
+    name = "decoder.block.2.layer.2.DenseReluDense.wo.weight"
+    assert theirs[name].shape == (40, 48)  # d_model, d_ff
+    assert_array_equal(params["decoder"]["layers"]["mlp"]["down"][2], theirs[name].T)
+    t5x, hugging_face = convert.foreign_names("decoder/layers/mlp/down", layer=2)
+    assert t5x == "decoder/layers_2/mlp/wo/kernel" and hugging_face == name
+
+
+def test_lesson_convert_a_tied_model_scales_its_logits():
+    """T5 1.0 multiplies the output of the decoder by d_model^-0.5, T5 1.1 does not.
+
+    If Hugging Face scales an untied model, its output matrix gets the factor.
+    """
+    embed, head = np.ones((7, 4), np.float32), np.full((7, 4), 8, np.float32)
+
+    def convert_head(head, **config):
+        arrays = {"shared.weight": embed, "lm_head.weight": head}
+        convert.set_output_layer(arrays, config, "model")
+        return arrays.get("lm_head.weight")
+
+    assert convert_head(embed, tie_word_embeddings=True) is None
+    assert convert_head(head, tie_word_embeddings=False)[0, 0] == 8
+    assert convert_head(head, tie_word_embeddings=True)[0, 0] == 8 * 4**-0.5
+
+
+# ---- helpers: models, files and commands -----------------------------------------------
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def loss_and_gradients(params, batch, cfg):
+    """Return ((loss, sums), gradients) of model.loss_fn."""
+    return jax.value_and_grad(model.loss_fn, has_aux=True)(params, batch, cfg)
+
+
+def place(params, cfg):
+    """Put parameters on the devices of the current mesh."""
+    table = model.param_table(cfg.model)
+    specs = jax.tree.map(lambda p: partition.spec(p.axes, cfg.mesh.fsdp), table)
+    return jax.device_put(params, specs)
+
+
+def recorded(name):
+    """Open a recorded result of T5X: a member of assets/t5x_cases.zip."""
+    return zipfile.ZipFile(HERE / "assets/t5x_cases.zip").open(name)
+
+
+def unflatten(arrays):
+    """{"params/embed": array} becomes {"embed": array}."""
+    return flax.traverse_util.unflatten_dict(arrays, sep="/")["params"]
 
 
 def start(*args, cwd=HERE, devices=1, optimized=False):

@@ -310,7 +310,7 @@ class Timer:
 
 
 def refuse_infinite(metrics: dict, step: int) -> None:
-    """Stop if the gradient or the rate is infinite or NaN."""
+    """Stop if the gradient or the rate of a logged or saved step is infinite or NaN."""
     if not math.isfinite(metrics["gradient_norm"] * metrics["learning_rate"]):
         raise UserError(
             f"At step {step:,}, the gradient or the learning rate is infinite or NaN. "

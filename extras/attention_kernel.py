@@ -1,12 +1,12 @@
-"""Attention for TPUs that never writes its scores to memory, in Pallas.
+"""Attention for TPUs that never writes its scores to memory, in Pallas. `fits` and
+`attend` choose between this kernel and that of gpu_attention.py.
 
 XLA writes the scores [B, H, Q, K] of model.dot_product_attention to memory several times.
 A kernel keeps the scores of a few rows and heads in on-chip memory, and its backward pass
 computes them again, as in FlashAttention (Dao et al. 2022).
 
 Queries, keys and values have the shape [B, Q, H * C], as dense layers produce and read
-them. The kernel processes a block of rows, heads and queries in a step. gpu_attention.py
-is that for GPUs.
+them. The kernel processes a block of rows, heads and queries in a step.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Attention for GPUs that never writes its scores to memory, in Pallas with Triton.
+"""Attention for GPUs that does not write its scores to memory, in Pallas with Triton.
 
 A program of a GPU computes one block of queries or keys, of one row and one head. In the
 forward pass it goes over the blocks of keys, and keeps for each query the largest score so
