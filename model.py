@@ -496,7 +496,8 @@ def loss_sums(
     loss_weights [B, T]: how much each token counts, such as target_weights.
     """
     if resolve_auto(cfg.model).loss_impl == "chunked":
-        from extras.chunked_loss import chunked_sums  # the same result, with less memory
+        # This gives the same with less memory. Only the sum "loss" has a gradient.
+        from extras.chunked_loss import chunked_sums
 
         name = "embed" if cfg.model.tied else "unembed"
         return chunked_sums({name: params[name]}, x, targets, loss_weights, cfg)

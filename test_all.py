@@ -1364,8 +1364,8 @@ def test_parquet_rows_keep_their_types(tmp_path):
     import pyarrow.parquet
 
     rows = [{"inputs": f"{n}", "ids": [n, 1], "x": {"de": "a"}} for n in range(3000)]
-    line = {"day": np.datetime64("2020-01-02")}
-    assert infer.to_json(line) == b'{"day": "2020-01-02"}\n'
+    line = {"day": np.datetime64("2020-01-02"), "city": "Köln"}
+    assert infer.to_json(line).decode() == '{"day": "2020-01-02", "city": "Köln"}\n'
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a")
     (opened,) = data.source_files(f"parquet:{tmp_path}/a", "test", BYTES)
     assert list(opened.read()) == rows
@@ -3156,6 +3156,12 @@ def test_an_infinite_gradient_or_rate_is_refused():
     for name, value in itertools.product(metrics, (math.nan, math.inf)):
         with pytest.raises(UserError, match="step 5,"):
             train.refuse_infinite(metrics | {name: value}, 5)
+
+
+def test_tasks_without_held_out_examples_do_not_stop_others(mixture, tmp_path):
+    write_pairs(tmp_path / "b.validation", 5)
+    evaluator = train.Evaluator(mixture, TOKENIZER, None)
+    assert [*evaluator.groups] == ["loss_eval/b"]
 
 
 def test_a_resumed_run_repeats_its_later_lines_and_events(tmp_path, monkeypatch):
