@@ -49,7 +49,7 @@ class ModelConfig:
     d_kv: int = 64  # width of an attention head; d_kv * num_heads may differ from d_model
     num_heads: int = 6  # attention heads of a layer
     num_layers: int = 8  # layers of the encoder
-    num_decoder_layers: int = 8  # layers of the decoder; 0 means an encoder alone
+    num_decoder_layers: int = 8  # 0: an encoder alone, for infer.py --mode encode
     # gated_gelu in T5 1.1, relu in T5 1.0
     activation: Literal[
         "gated_gelu", "gated_silu", "gated_relu", "gelu", "silu", "relu"
@@ -89,7 +89,7 @@ class DataConfig:
     inputs_length: int = 512  # input tokens in a row, with EOS; longer inputs are cut
     targets_length: int = 114  # target tokens in a row
     pack: bool = True  # whether short examples share a row
-    noise_density: float = 0.15  # fraction of tokens that span corruption removes
+    noise_density: float = 0.15  # fraction of tokens that are removed, at least one
     mean_span_length: float = 3.0  # mean number of tokens in a removed span
     tfds_dir: str = ""  # folder of prepared TFDS datasets; empty: the default of TFDS
 
@@ -157,7 +157,7 @@ class DecodeConfig:
 
     @property
     def do_sample(self) -> bool:
-        """Whether ids are drawn at random. As in T5X, a temperature of 1e-4 means 0."""
+        """Whether ids are drawn at random. As in T5X, 1e-4 alone is greedy."""
         return self.temperature > 1e-4 or self.top_k > 0 or self.top_p > 0
 
 
@@ -215,7 +215,8 @@ CHANGEABLE = (
 ).split()
 # A run that starts from another one has its network, except for these fields.
 NOT_INHERITED = "dropout", "dtype", "remat", "attention_impl", "loss_impl"
-# evaluate.py adds changed settings to the name of a metric, except for these and devices.
+# evaluate.py adds changed settings to the name of a metric, except for these, for devices,
+# and, unless it decodes, for those of decoding.
 NOT_IN_METRIC_NAMES = "batch_size", "eval_tasks", "tfds_dir"
 
 # ---- recipes ---------------------------------------------------------------------------

@@ -432,6 +432,8 @@ def write_hf_vocabulary(tokenizer: data.Tokenizer, folder: Path, vocab_size: int
             )
         if not proto.normalizer_spec.remove_extra_whitespaces:
             print("This vocabulary keeps repeated spaces, and transformers removes them.")
+        if any(piece.startswith("<extra_id_") for piece in symbols):
+            print("In texts with sentinels, transformers gives other ids (no ▁ before).")
         config["tokenizer_class"] = "T5Tokenizer"
         config["extra_ids"] = tokenizer.size - len(proto.pieces)
     else:

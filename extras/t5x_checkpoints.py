@@ -192,12 +192,12 @@ def write_zarr(folder: Path, name: str, array: np.ndarray) -> dict:
 def write(run, names: Iterable[tuple], folder: Path, dtype: np.dtype) -> None:
     """Write a convert.LoadedModel. names: the result of convert.all_foreign_names.
 
-    Raises UserError for UMT5, which T5X does not have.
+    Raises UserError for UMT5, which has another layout in T5X (scalable_t5).
     """
     cfg, arrays = run.cfg.model, run.arrays
     if cfg.per_layer_bias:
         raise UserError(
-            "T5X has no model with position biases in each layer: use --to hf."
+            "T5X has another layout for position biases in each layer: use --to hf."
         )
     has_slots = "opt_state/0/v/embed" in arrays
     tree = {"state/step": np.int32(arrays["step"])}

@@ -1099,7 +1099,7 @@ def test_a_parameter_of_a_fork_has_no_name_in_other_formats(path):
         convert.foreign_names(path, 0)
 
 
-def test_t5x_has_no_umt5(tmp_path):
+def test_umt5_is_not_written_for_t5x(tmp_path):
     m = replace(SMALL.model, per_layer_bias=True)
     source = write_model(tmp_path / "umt5", m, hf_state(m))
     with pytest.raises(UserError, match="T5X"):
