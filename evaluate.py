@@ -159,8 +159,10 @@ def compute_metrics(task: data.Task, pairs, targets, outputs) -> tuple[dict, lis
         if duplicates := metrics.keys() & values.keys():
             raise UserError(f"Two metrics of a task have the name {duplicates}.")
         metrics |= values
-    fields = zip(pairs, outputs, targets, predictions)
-    lines = [pair | dict(output=o, target=t, prediction=p) for pair, o, t, p in fields]
+    lines = [
+        pair | {"output": output, "target": target, "prediction": prediction}
+        for pair, output, target, prediction in zip(pairs, outputs, targets, predictions)
+    ]
     return metrics, lines
 
 

@@ -117,8 +117,8 @@ def decode_step(
     T = cache[0][0].shape[2] // N
     if ancestors is None:
         ancestors = jnp.arange(N)[None, :, None]
-    past = (jnp.arange(T) <= t)[:, None]
-    visible = past & (ancestors[..., None] == jnp.arange(N))  # [B, N, T, N]
+    written = (jnp.arange(T) <= t)[:, None]
+    visible = written & (ancestors[..., None] == jnp.arange(N))  # [B, N, T, N]
     mask = visible.reshape(len(visible), 1, N, T * N)
     cross_mask = (input_segments > 0)[:, None, None]
     cross_attend = functools.partial(attend_few_queries, mask=cross_mask)

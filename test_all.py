@@ -386,7 +386,7 @@ def test_lesson_data_packing_equals_a_slow_version(limits, share):
         assert data.pack(sizes, limits).tolist() == pack_slowly(sizes.tolist(), limits)
 
 
-def examples_of(batch):
+def texts_in(batch):
     """Return the decoded inputs of all examples of a batch, in order."""
     return [
         TOKENIZER.decode(ids[segments == k])
@@ -449,7 +449,7 @@ def test_lesson_data_each_example_is_used_once_in_each_epoch(
     cfg = change(mixture, data=dict(task=task, pack=pack))
     used = ([], [], [])
     for batch in itertools.islice(data.Batches(cfg, TOKENIZER), 50 if pack else 150):
-        for example in examples_of(batch):
+        for example in texts_in(batch):
             used[int(re.match(r"\d+", example)[0]) // 1000].append(example)
     for examples, count in zip(used, (200, 57, 9) if task == "abc" else (200,)):
         assert len(examples) > 3 * count
@@ -1477,7 +1477,7 @@ def test_held_out_batches_are_in_order_and_padded(tmp_path, tables):
     cfg = change(BYTES, train=dict(batch_size=8))
     batches = data.batches_of_split(source, "validation", cfg, TOKENIZER)
     assert [batch.inputs.shape for batch in batches] == [(8, 48)] * 3
-    texts = [text for batch in batches for text in examples_of(batch)]
+    texts = [text for batch in batches for text in texts_in(batch)]
     assert [int(re.match(r"\d+", text)[0]) for text in texts] == [*range(20)]
     assert not batches[2].target_segments[4:].any()
     found = data.batches_of_split(source, "validation", cfg, TOKENIZER, 16)
