@@ -376,9 +376,9 @@ def make_examples(items: list, task: Task, tokenizer, cfg, *seeds) -> list[Examp
 
 
 def trim_and_add_eos(ids, side: str, task: Task, data_cfg: DataConfig) -> np.ndarray:
-    """Truncate, and append EOS. T0 has none in inputs, nor in truncated targets."""
+    """Truncate, and append EOS. T0 has none after inputs with text or cut targets."""
     limit = data_cfg.inputs_length if side == "inputs" else data_cfg.targets_length
-    end = [EOS] if side == "targets" or task.eos_in_inputs else []
+    end = [EOS] if side == "targets" or task.eos_in_inputs or not len(ids) else []
     if len(ids) + len(end) > limit:
         configs.print_once(f"Some {side} are cut to --data.{side}_length.")
     if task.eos_in_inputs:

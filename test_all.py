@@ -1174,6 +1174,7 @@ def test_long_texts_are_cut_as_in_t5_and_in_t0(side, eos_in_inputs, expected, ca
     task = data.Task(eos_in_inputs=eos_in_inputs)
     short = data.trim_and_add_eos(np.array([5]), side, task, cfg).tolist()
     assert short == ([5] if side == "inputs" and not eos_in_inputs else [5, 1])
+    assert data.trim_and_add_eos([], side, task, cfg).tolist() == [1]
     assert not capsys.readouterr().err
     found = data.trim_and_add_eos(np.arange(5, 10), side, task, cfg)
     assert f"data.{side}_length" in capsys.readouterr().err
@@ -3161,8 +3162,7 @@ def test_an_infinite_gradient_or_rate_is_refused():
 
 def test_tasks_without_held_out_examples_do_not_stop_others(mixture, tmp_path):
     write_pairs(tmp_path / "b.validation", 5)
-    evaluator = train.Evaluator(mixture, TOKENIZER, None)
-    assert [*evaluator.groups] == ["loss_eval/b"]
+    assert [*train.Evaluator(mixture, TOKENIZER, None).groups] == ["loss_eval/b"]
 
 
 def test_a_resumed_run_repeats_its_later_lines_and_events(tmp_path, monkeypatch):

@@ -50,6 +50,11 @@ def sums_at_once(unembedding, x, targets, loss_weights, cfg: Config):
     return model.loss_sums(unembedding, x, targets, loss_weights, cfg)
 
 
+def sum_devices(sums):
+    """Sum over the axis "data". XLA cannot do this for an axis of one device."""
+    return lax.psum(sums, "data") if lax.axis_size("data") > 1 else sums
+
+
 def part_sums(unembedding, x, targets, loss_weights, cfg):
     """Return the sums alone, for evaluation."""
 
@@ -57,7 +62,7 @@ def part_sums(unembedding, x, targets, loss_weights, cfg):
         return sums_at_once(unembedding, *part, cfg)
 
     sums = lax.map(sums_of_part, split_targets(x, targets, loss_weights))
-    return (lax.psum(jax.tree.map(lambda a: a.sum(0), sums), "data"),)
+    return (sum_devices(jax.tree.map(lambda a: a.sum(0), sums)),)
 
 
 def part_gradients(unembedding, x, targets, loss_weights, cfg):
@@ -80,7 +85,7 @@ def part_gradients(unembedding, x, targets, loss_weights, cfg):
     sums = jax.eval_shape(total, unembedding, *first)[1]
     zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), (sums, unembedding))
     (sums, d_unembedding), d_x = lax.scan(step, zeros, parts)
-    return *lax.psum((sums, d_unembedding), "data"), d_x.swapaxes(0, 1).reshape(x.shape)
+    return *sum_devices((sums, d_unembedding)), d_x.swapaxes(0, 1).reshape(x.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))

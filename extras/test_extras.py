@@ -110,7 +110,8 @@ def test_no_kernel_takes_a_mask_for_each_head_or_a_bias_for_each_row():
         assert_equal(model.dot_product_attention(*args, impl="kernel"), expected)
 
 
-def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
+@pytest.mark.parametrize("devices", [4, 2])
+def test_the_kernel_and_the_chunked_loss_change_no_gradient(devices, monkeypatch):
     changes = dict(activation="relu", tied=True)
     plain = change(model=changes, train=dict(label_smoothing=0.1, z_loss=0.01))
     params, batch = make_params(plain), make_batch()
@@ -120,8 +121,8 @@ def test_the_kernel_and_the_chunked_loss_change_no_gradient(monkeypatch):
         model=dict(attention_impl="kernel", loss_impl="chunked"),
         mesh=dict(model=2),
     )
-    monkeypatch.setattr(chunked_loss, "PART", 12)  # 3 parts of 3 targets on each device
-    partition.set_mesh(fast, jax.devices()[:4])
+    monkeypatch.setattr(chunked_loss, "PART", 12)  # each device computes parts
+    partition.set_mesh(fast, jax.devices()[:devices])
     batch = partition.put_batch(jax.device_get(batch))
     traced = jax.make_jaxpr(model.forward, static_argnums=2)(params, batch, fast.model)
     # The self-attention of the encoder, and both attentions of the decoder.
