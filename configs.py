@@ -215,8 +215,8 @@ CHANGEABLE = (
 ).split()
 # A run that starts from another one has its network, except for these fields.
 NOT_INHERITED = "dropout", "dtype", "remat", "attention_impl", "loss_impl"
-# evaluate.py adds changed settings to the name of a metric, except for these, for devices,
-# and, unless it decodes, for those of decoding.
+# evaluate.py adds changed settings to the name of a metric, except for these, those of
+# devices, and, unless it decodes, those of decoding.
 NOT_IN_METRIC_NAMES = "batch_size", "eval_tasks", "tfds_dir"
 
 # ---- recipes ---------------------------------------------------------------------------

@@ -289,7 +289,8 @@ def template(inputs: str, targets: str, choices: tuple = ()) -> Callable:
 class Objective(NamedTuple):
     """How texts become examples (inputs, targets)."""
 
-    function: Callable  # such as span_corruption
+    # such as span_corruption; seeds alone decide its random bits, as restarts need
+    function: Callable
     # tokens per chunk, a function of data_cfg; by default, inputs_length without EOS
     length: Callable = lambda data_cfg: data_cfg.inputs_length - 1
     joins: bool = True  # whether documents are joined before, without EOS between them

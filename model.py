@@ -19,7 +19,7 @@ Comments and einsums use these letters for the shapes:
     A H * C      V vocabulary        L layers            R buckets of relative positions
 
 `batch` is a data.Batch, `w` the weights of a layer or of its attention or MLP, `attend` a
-function (q, k, v), and `rng` a random key for dropout, or None without dropout.
+function (q, k, v), and `rng` a random key for dropout, or None outside of training.
 
 To follow the equations, read constrain(x, ...) as x, dense(x, w) as x @ w,
 on_each_device(f, ...) as f(...), and apply_layers(layer, x, ...) as
@@ -492,15 +492,16 @@ def loss_sums(
 ) -> dict[str, Array]:
     """Return the sums of all token_metrics, such as "loss", over the target tokens.
 
-    params: the output matrix is enough. x [B, T, D]: the output of the decoder.
+    params: those of the output are enough. x [B, T, D]: the output of the decoder.
     loss_weights [B, T]: how much each token counts, such as target_weights.
     """
     if resolve_auto(cfg.model).loss_impl == "chunked":
         # This gives the same with less memory. Only the sum "loss" has a gradient.
         from extras.chunked_loss import chunked_sums
 
-        name = "embed" if cfg.model.tied else "unembed"
-        return chunked_sums({name: params[name]}, x, targets, loss_weights, cfg)
+        unused = "encoder", "decoder", "unembed" if cfg.model.tied else "embed"
+        used = {name: w for name, w in params.items() if name not in unused}
+        return chunked_sums(used, x, targets, loss_weights, cfg)
     logits = compute_logits(params, x, cfg.model)
     metrics = token_metrics(logits, targets, cfg.train.z_loss, cfg.train.label_smoothing)
     sums = {name: jnp.sum(values * loss_weights) for name, values in metrics.items()}

@@ -208,10 +208,8 @@ def train_step(
 
     The result depends only on the arguments, so a run that resumes gets the same.
     """
-    rng = None
-    if cfg.model.dropout:
-        # The initial weights use the seed itself, so the dropout masks use seed + 1.
-        rng = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
+    # The initial weights use the seed itself, so the dropout masks use seed + 1.
+    rng = jax.random.fold_in(jax.random.key(cfg.train.seed + 1), state.step)
     grads, sums = accumulate_gradients(state.params, batch, cfg, rng)
     rate = learning_rate(state.step, cfg.train)
     optimizer = OPTIMIZERS[cfg.train.optimizer](rate, cfg.train)

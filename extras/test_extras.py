@@ -162,6 +162,16 @@ def test_edited_weights_count_everywhere_and_scores_need_no_loss(loss_impl, monk
     assert_close(infer.score.__wrapped__(params, batch, cfg.model), scores)
 
 
+def test_the_chunked_loss_trains_a_parameter_that_a_fork_adds_to_the_logits(monkeypatch):
+    logits = model.compute_logits
+    edited = lambda params, *args: params["factor"] * logits(params, *args)
+    monkeypatch.setattr(model, "compute_logits", edited)
+    params, batch = make_params(SMALL) | {"factor": jnp.float32(0.5)}, make_batch()
+    chunked = change(model=dict(loss_impl="chunked"))
+    found = loss_and_gradients(params, batch, chunked)
+    assert_close(found, loss_and_gradients(params, batch, SMALL))
+
+
 def test_auto_chooses_the_faster_forms(monkeypatch):
     large = replace(SMALL.model, vocab_size=250_112)  # that of mT5
 
