@@ -3287,8 +3287,8 @@ def test_two_processes_with_different_settings_or_folders_do_not_train(what, tmp
             configs.write_file(folder / f"{split}.txt", text)
     run_dir = "run" if what == "folder" else tmp_path / "run"
     flags = "--run_dir", run_dir, "--data.source", "text:{split}.txt"
-    flags += "--data.vocab", "train:100", "--distributed.timeout", 20
-    flags += "--train.save_every", 1
+    flags += "--data.vocab", "train:100", "--train.save_every", 1
+    flags += "--distributed.timeout", 10 if what == "folder" else 20
     processes = train_processes(*flags, folders=folders)
     if what == "flags":
         processes[1].kill()

@@ -1451,7 +1451,7 @@ def test_fork_trains(name, tmp_path):
     run = SimpleNamespace(**runpy.run_path(HERE / "forks/run.py"))
     tree = run.clone(name, tmp_path)
     flags = "--data.source", f"text:{HERE}/README.md", "--data.vocab", "bytes"
-    flags += ("--train.save_every", "3")
+    flags += "--train.save_every", "3" if name == "trie" else "0"
     assert 0 < run.held_out_loss(tree, tmp_path / "run", 3, 0, *flags) < 10
     if name == "trie":
         flags = f"--run_dir {tmp_path}/run --decode.choices yes|no --decode.beams 3"
