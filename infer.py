@@ -196,7 +196,7 @@ def output_rngs(seed: int, indices: Array, N: int) -> Array:
 
 def sample(log_probs: Array, t, decode_cfg: DecodeConfig, rngs: Array) -> Array:
     """Draw the id of position t for each output, with its random key [B, N]."""
-    logits = log_probs / (decode_cfg.temperature or 1.0)
+    logits = log_probs / max(decode_cfg.temperature or 1.0, 1e-4)
     logits = filter_logits(logits, decode_cfg.top_k, decode_cfg.top_p)
     rngs = fold_in(rngs, t)
     return jnp.vectorize(jax.random.categorical, signature="(),(v)->()")(rngs, logits)
